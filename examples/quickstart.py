@@ -1,0 +1,176 @@
+"""Speculative decoding on a small real model: the same text, sooner.
+
+One answer is streamed. Then a free question and a code edit are answered by plain `generate` and with prompt lookup
+drafting. bf16 is where a verification of many tokens costs little; fp32 is where equal text is promised, so the last
+part repeats the comparison there, greedy and sampling. Takes a minute or two on two CPU cores, after one download.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from hf_specdec import AutoDrafter, Drafter, SpecStats
+from hf_specdec.demo import load_small_target
+
+MAX_NEW_TOKENS = 128
+
+CODE = """\
+import math
+
+def distance(x1, y1, x2, y2):
+    dx = x2 - x1
+    dy = y2 - y1
+    return math.sqrt(dx * dx + dy * dy)
+
+def midpoint(x1, y1, x2, y2):
+    mx = (x1 + x2) / 2
+    my = (y1 + y2) / 2
+    return mx, my
+"""
+PROMPTS = {
+    "A free question": "Explain in a few sentences why the sky is blue.",
+    "A code edit": f"Add a function `manhattan` to this code:\n\n```python\n{CODE}```",
+}
+
+
+@dataclass
+class Run:
+    """New tokens of one answer, its best speed over the repeats, and the statistics where a drafter took part."""
+
+    tokens: torch.Tensor
+    tokens_per_second: float
+    stats: SpecStats | None
+
+
+@dataclass
+class Difference:
+    """Where two answers part: the token's index, the gap of the two best logits there, and one rounding step there."""
+
+    index: int
+    gap: float
+    rounding: float
+
+
+def main() -> None:
+    """Print everything."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    show_speed(device)
+    show_equality(device)
+
+
+def show_speed(device: str) -> None:
+    """In bf16: one streamed answer, then each prompt without and with drafts."""
+    model, lookup, tokenizer, questions = load(torch.bfloat16, device)
+    print(f"\nbf16 on {device}, streamed:\n")
+    stream(model, tokenizer, questions["A free question"], lookup)
+    for title, inputs in questions.items():
+        plain, speculative = measure(model, inputs, [None, lookup], repeats=3, do_sample=False)
+        print(report(title, plain, speculative, first_difference(model, inputs, plain, speculative)))
+
+
+def show_equality(device: str) -> None:
+    """In fp32: is the text the same, token for token?"""
+    model, lookup, _, questions = load(torch.float32, device)
+    print(f"\nfp32 on {device}, where equal text is promised:")
+    keyed = AutoDrafter.for_target(model, "none")  # plain decoding that samples with the noise a drafter would read
+    for title, inputs in questions.items():
+        for way, plain in (("greedy", None), ("sampling", keyed)):
+            runs = measure(model, inputs, [plain, lookup], repeats=1, do_sample=way == "sampling")
+            print(f"  {title}, {way}: {verdict(first_difference(model, inputs, *runs))}")
+
+
+def load(
+    dtype: torch.dtype, device: str
+) -> tuple[PreTrainedModel, Drafter, PreTrainedTokenizerBase, dict[str, BatchEncoding]]:
+    """The target, its prompt lookup drafter, its tokenizer and the prompts in its chat format."""
+    model, tokenizer = load_small_target(dtype)
+    model = model.to(device)
+    questions = {title: chat(tokenizer, text).to(device) for title, text in PROMPTS.items()}
+    return model, AutoDrafter.for_target(model, "lookup"), tokenizer, questions
+
+
+def chat(tokenizer: PreTrainedTokenizerBase, text: str) -> BatchEncoding:
+    """The model's inputs for one user message."""
+    message = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
+def stream(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: BatchEncoding, drafter: Drafter) -> None:
+    """Print the answer as it comes: several tokens at once wherever a draft was accepted."""
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs, assistant_model=drafter, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, streamer=streamer)
+
+
+def measure(
+    model: PreTrainedModel, inputs: BatchEncoding, drafters: Sequence[Drafter | None], repeats: int, **options: Any
+) -> list[Run]:
+    """One run for each drafter (None: plain `generate`), the best of `repeats` after a short one to warm up.
+
+    The drafters take turns, so that a machine that is busy for a while slows all of them. The seed is the same each
+    time; it matters only where `options` ask for sampling.
+    """
+    best: list[Run | None] = [None] * len(drafters)
+    for repeat in range(repeats + 1):
+        limit = MAX_NEW_TOKENS if repeat else 8
+        for index, drafter in enumerate(drafters):
+            assistant = {} if drafter is None else {"assistant_model": drafter}
+            torch.manual_seed(0)
+            start = time.perf_counter()
+            output = model.generate(
+                **inputs, **assistant, **options, max_new_tokens=limit, return_dict_in_generate=True
+            )
+            tokens = output.sequences[0, inputs["input_ids"].shape[1] :].cpu()  # the copy waits for the device
+            run = Run(tokens, len(tokens) / (time.perf_counter() - start), getattr(output, "specdec", None))
+            if repeat == 1 or (repeat and run.tokens_per_second > best[index].tokens_per_second):
+                best[index] = run
+    return best
+
+
+def first_difference(model: PreTrainedModel, inputs: BatchEncoding, one: Run, other: Run) -> Difference | None:
+    """Where two answers part, and how close the two best tokens are there when their common prefix is read again."""
+    common = min(len(one.tokens), len(other.tokens))
+    unequal = (one.tokens[:common] != other.tokens[:common]).nonzero()
+    if len(unequal) == 0 and len(one.tokens) == len(other.tokens):
+        return None
+    index = int(unequal[0]) if len(unequal) else common
+    prefix = torch.cat([inputs["input_ids"][0], one.tokens[:index].to(inputs["input_ids"].device)])
+    with torch.no_grad():
+        best, second = model(prefix[None]).logits[0, -1].float().topk(2).values.tolist()
+    _, exponent = torch.frexp(torch.tensor(best))
+    return Difference(index, best - second, torch.finfo(model.dtype).eps * 2.0 ** (int(exponent) - 1))
+
+
+def verdict(difference: Difference | None) -> str:
+    """One line: whether two answers are the same text."""
+    if difference is None:
+        return "identical text: yes"
+    return (
+        f"identical text: no, they part at token {difference.index}, where the two best logits are "
+        f"{difference.gap:.4g} apart and one rounding step is {difference.rounding:.4g}"
+    )
+
+
+def report(title: str, plain: Run, speculative: Run, difference: Difference | None) -> str:
+    """Plain and speculative decoding side by side."""
+    stats = speculative.stats
+    shares = [f"{count / stats.num_verifications:.0%}" for count in stats.accepted_per_position[:10]]
+    rows = [
+        ("", "plain generate", "prompt lookup"),
+        ("new tokens", f"{len(plain.tokens)}", f"{len(speculative.tokens)}"),
+        ("tokens/s", f"{plain.tokens_per_second:.1f}", f"{speculative.tokens_per_second:.1f}"),
+        ("tokens per verification (tau)", "1.00", f"{stats.mean_accepted_length:.2f}"),
+    ]
+    lines = [f"\n{title}:", *(f"  {name:<30}{left:>16}{right:>16}" for name, left, right in rows)]
+    lines.append(f"  speed-up {speculative.tokens_per_second / plain.tokens_per_second:.2f}x")
+    lines.append(f"  drafted tokens accepted: {stats.acceptance_rate:.0%}")
+    lines.append(f"  verifications that accepted position 1, 2, ... 10: {' '.join(shares) or 'none'}")
+    lines.append(f"  {verdict(difference)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

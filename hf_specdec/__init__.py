@@ -1,0 +1,33 @@
+"""Speculative decoding for transformers: faster generation, the same text.
+
+    import hf_specdec
+    from hf_specdec import AutoDrafter
+
+    drafter = AutoDrafter.for_target(model, "lookup")
+    model.generate(**inputs, assistant_model=drafter)
+
+Importing the package lets `generate` take drafters (`install()`); HF_SPECDEC_NO_INSTALL=1 forbids that.
+"""
+
+import os
+
+from .config import SpecConfig
+from .drafters import AutoDrafter, Drafter, DrafterFormat
+from .integration import SpecGenerate, enable, install, uninstall
+from .metrics import SpecStats
+
+__version__ = "0.1.0"
+__all__ = [
+    "AutoDrafter",
+    "Drafter",
+    "DrafterFormat",
+    "SpecConfig",
+    "SpecGenerate",
+    "SpecStats",
+    "enable",
+    "install",
+    "uninstall",
+]
+
+if os.environ.get("HF_SPECDEC_NO_INSTALL", "0") in ("", "0"):
+    install()

@@ -1,0 +1,89 @@
+"""How to speculate: the options of a drafter, `drafter.spec_config`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+_CHOICES = {
+    "rule": ("auto", "match", "coupled", "rejection", "block"),
+    "draft_sampling": ("auto", "greedy", "sample"),
+    "governor": ("auto", "off"),
+    "kernels": ("auto", "torch"),
+}
+_NOT_YET = {
+    "schedule": "confidence schedules",
+    "tree": "tree drafts",
+    "lenience": "lenient rules",
+}
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Options of speculative decoding. Every setting is lossless: it changes the time, never the law of the text.
+
+    Args:
+        num_draft_tokens: tokens drafted per verification. "auto" starts from the drafter's own length and lets the
+            governor adapt it. `generate(num_assistant_tokens=k)` wins over this field.
+        rule: how a draft is verified when sampling. "auto" is "coupled": the same seed gives the same text with any
+            drafter, any draft length, and without a drafter. Greedy decoding always matches the argmax.
+        draft_sampling: "greedy" drafts the drafter's most probable tokens, "sample" draws them. "auto" draws where the
+            rule profits (`coupled`, `rejection`, `block`) and drafts greedily otherwise.
+        governor: "auto" shortens drafts, down to none, when they do not pay for themselves; "off" keeps the length.
+        kernels: "torch" is the reference; "auto" picks the fastest implementation present.
+        seed: an integer, or one integer per row; None draws one from torch's generator.
+        effort, schedule, tree, lenience: served by drafters and rules that this version does not have yet; any other
+            value than the default is refused.
+    """
+
+    num_draft_tokens: int | str = "auto"
+    rule: str = "auto"
+    draft_sampling: str = "auto"
+    effort: int = 1
+    schedule: Any = None
+    tree: Any = None
+    lenience: Any = None
+    governor: str = "auto"
+    kernels: str = "auto"
+    seed: int | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        k = self.num_draft_tokens
+        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < 1024):
+            raise ValueError(f"`num_draft_tokens` is {k!r}; give 'auto' or an integer from 0 to 1023.")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
+        if self.effort != 1 or isinstance(self.effort, bool):
+            raise ValueError(f"`effort` is {self.effort!r}; no drafter of this version has more than one pass, use 1.")
+        for name, what in _NOT_YET.items():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}; this version has no {what} yet, leave it at None."
+                )
+        seeds = self.seed if isinstance(self.seed, list) else [self.seed]
+        if self.seed is not None and not (seeds and all(type(seed) is int for seed in seeds)):
+            raise ValueError(f"`seed` is {self.seed!r}; give an integer, a list with one integer a row, or None.")
+
+    def with_options(self, **options: Any) -> SpecConfig:
+        """A copy with some options changed; unknown names are refused."""
+        known = {field.name for field in fields(self)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}; SpecConfig has {', '.join(sorted(known))}.")
+        return replace(self, **options)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike) -> SpecConfig:
+        """Read the options from a JSON object of field names and values."""
+        with open(path, encoding="utf-8") as file:
+            try:
+                options = json.load(file)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{os.fspath(path)} is not JSON: {error}.") from error
+        if not isinstance(options, dict):
+            raise ValueError(f"{os.fspath(path)} holds a JSON {type(options).__name__}; a SpecConfig is an object.")
+        return cls().with_options(**options)

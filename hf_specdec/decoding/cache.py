@@ -1,0 +1,163 @@
+"""A key-value cache whose rows have different lengths.
+
+Slot s of a row holds column s of its text, left padding included. A forward over m tokens writes each row at an offset
+of its own, and an explicit mask says what each token sees. To forget rejected tokens is then to write over them: no
+copy, no crop, and the same mechanism for one row and for many.
+
+Memory is allocated ahead and doubled when a text outgrows it. Sliding layers keep every slot, because a row that was
+rejected must be able to go back; their window is in the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_FIRST_CAPACITY = 512
+
+
+class RaggedCache(Cache):
+    """The cache of B rows.
+
+    Before `begin_rows` it appends, as a DynamicCache would, so that the model's own prefill fills it. Afterwards every
+    forward writes at the offsets given by `place`.
+
+    Args:
+        config: the text config of the model.
+        max_slots: most slots that a row will ever need; memory is only taken as the rows grow.
+
+    Raises:
+        ValueError: a layer keeps a state that cannot be written at an offset (recurrent and compressed layers).
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.capacity = 0
+        self.offsets: torch.Tensor | None = None  # [B] where the next forward writes
+        self.common_offset: int | None = None  # the same on the host, where all rows agree
+        self.view = 0  # slots that the next forward attends over
+        types, arguments = get_layer_types_and_kwargs(config)
+        foreign = sorted(set(types) - set(ATTENTION_LAYERS) - {"dummy"})
+        if foreign:
+            raise ValueError(f"its cache has layers of type {', '.join(foreign)}, which cannot forget rejected tokens")
+        layers = [
+            DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs) if kind == "dummy" else RaggedLayer(self)
+            for kind, kwargs in zip(types, arguments, strict=True)
+        ]
+        super().__init__(layers=layers)
+
+    def begin_rows(self) -> None:
+        """Leave the prefill: from now on `place` says where forwards write."""
+        self.view = self.get_seq_length()
+        self.offsets = torch.empty(0)
+
+    def place(self, offsets: torch.Tensor, host_offsets: Sequence[int], num_tokens: int) -> None:
+        """Set where the next forward over `num_tokens` tokens writes.
+
+        Args:
+            offsets: [B] first slot of each row, on the device of the layers.
+            host_offsets: the same on the host.
+        """
+        self.offsets = offsets
+        self.common_offset = host_offsets[0] if min(host_offsets) == max(host_offsets) else None
+        self.view = max(host_offsets) + num_tokens
+        self.reserve(self.view)
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for `num_slots` slots a row."""
+        if num_slots <= self.capacity:
+            return
+        self.capacity = max(num_slots, min(max(2 * self.capacity, _FIRST_CAPACITY), self.max_slots))
+        for layer in self.layers:
+            if isinstance(layer, RaggedLayer):
+                layer.grow(self.capacity)
+
+    def to_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
+        """The first `length` slots as the cache that plain decoding would have returned."""
+        cache = DynamicCache(config=config)
+        for source, layer in zip(self.layers, cache.layers, strict=True):
+            if isinstance(source, RaggedLayer) and source.is_initialized:
+                first = 0
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    first = max(0, length - layer.sliding_window + 1)
+                layer.update(source.keys[:, :, first:length].clone(), source.values[:, :, first:length].clone())
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.cumulative_length = length
+        return cache
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, [B, heads, capacity, head_dim]."""
+
+    is_sliding = False  # the window is in the mask, not in the storage
+    is_croppable = True
+
+    def __init__(self, owner: RaggedCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.filled = 0  # slots written by the prefill
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        # Zeros, not uninitialised memory: a masked slot still enters as 0 x value, and 0 x NaN is NaN.
+        capacity = self.owner.capacity
+        self.keys = key_states.new_zeros(*key_states.shape[:2], capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[-1])
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def grow(self, capacity: int) -> None:
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[-1])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = key_states.shape[-2]
+        first: int | None
+        if self.owner.offsets is None:
+            first, view = self.filled, self.filled + num_tokens
+            self.owner.reserve(view)
+            self.filled = view
+        else:
+            first, view = self.owner.common_offset, self.owner.view
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        if first is not None:
+            self.keys[:, :, first : first + num_tokens] = key_states
+            self.values[:, :, first : first + num_tokens] = value_states
+        else:
+            assert self.owner.offsets is not None
+            rows = torch.arange(key_states.shape[0], device=self.keys.device)[:, None]
+            slots = self.owner.offsets.to(self.keys.device)[:, None] + torch.arange(
+                num_tokens, device=self.keys.device
+            )
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.owner.offsets is None:
+            return self.filled + query_length, 0
+        return self.owner.view, 0
+
+    def get_seq_length(self) -> int:
+        return self.filled if self.owner.offsets is None else self.owner.view
+
+    def get_max_length(self) -> int:
+        return self.owner.max_slots

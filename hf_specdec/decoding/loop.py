@@ -1,0 +1,109 @@
+"""The loop: a drafter guesses, the target judges, the loop commits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from ..drafters.base import DraftSession, Signals
+from ..metrics import SpecStats
+from ..scheduling import Governor
+from ..verification import Draft, Noise, RoundNoise, verify
+from .outputs import Publisher, Recorder
+from .processors import BlockProcessors
+from .rows import Rows
+from .stopping import Stops
+
+
+class Target(Protocol):
+    """The model that generates, for the rows of one call."""
+
+    def prefill(self) -> tuple[torch.Tensor, Signals | None]:
+        """Run the prompts; [B, 1, V] fp32 logits of the next token."""
+        ...
+
+    def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
+        """Run each row's last token and its draft; [B, n + 1, V] fp32 logits.
+
+        Whatever the forward wrote beyond a row's text is forgotten by the time of the next one.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything of one generate call but its rows.
+
+    Args:
+        target, session: who judges and who guesses.
+        processors, stops: what shapes the scores and what ends the rows.
+        rule: the verification rule.
+        noise: the call's noise; None decodes greedily.
+        governor: draft lengths.
+        publisher, recorder: where tokens and scores go.
+    """
+
+    target: Target
+    session: DraftSession
+    processors: BlockProcessors
+    stops: Stops
+    rule: str
+    noise: Noise | None
+    governor: Governor
+    publisher: Publisher
+    recorder: Recorder
+
+
+def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
+    """Generate until every row has stopped. The prefill is the verification of an empty draft.
+
+    Args:
+        call: the call.
+        rows: the prompts; holds the texts afterwards.
+        stats: filled in.
+    """
+    draft, draft_time = Draft.empty(len(rows), rows.ids.device), 0.0
+    began = perf_counter()
+    logits, signals = call.target.prefill()
+    while True:
+        raw_logits = call.recorder.keep_logits(logits)
+        if call.processors.read_ids and draft.num_slots > 0:
+            rows.place_draft(draft.tokens)
+        scores = call.processors(logits, rows.processor_widths(), rows.ids)
+        noise = call.noise and RoundNoise(call.noise, rows.positions, stats.num_forwards)
+        verdict = verify(draft, scores, call.rule, noise)
+        judged = [b for b, done in enumerate(rows.finished) if not done]
+        rows.commit(draft, verdict, call.stops)
+        verify_time = perf_counter() - began
+        for b in judged:
+            stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
+        stats.num_forwards += 1
+        stats.verify_time += verify_time
+        call.recorder.record(raw_logits, scores, rows)
+        call.publisher.publish(rows)
+        if all(rows.finished):
+            break
+        call.session.observe(signals, verdict)
+        if stats.num_forwards > 1:  # the prefill's cost says nothing about a step's
+            drafted, accepted = [rows.drafted[b] for b in judged], [rows.accepted[b] for b in judged]
+            call.governor.observe(drafted, accepted, draft_time, verify_time)
+        budget = row_budgets(rows, call)
+        drafting = perf_counter()
+        draft = call.session.propose(budget, stats.num_forwards) if any(budget) else Draft.empty(len(rows), rows.ids.device)
+        began = perf_counter()
+        draft_time = began - drafting
+        stats.draft_time += draft_time
+        logits, signals = call.target.verify(rows, draft)
+    call.publisher.end()
+
+
+def row_budgets(rows: Rows, call: Call) -> list[int]:
+    """Tokens that each row may draft: the verification itself emits one more before the row's last column."""
+    length = 0 if call.processors.stateful else call.governor.next_length()
+    return [
+        0 if done else max(0, min(length, call.stops.max_width - width - 1))
+        for width, done in zip(rows.widths, rows.finished, strict=True)
+    ]

@@ -1,0 +1,155 @@
+"""Forwards of a causal language model over rows of different lengths, through its public `forward`.
+
+The target and a draft model both run on this. A forward takes m tokens per row, each row at an offset of its own, and
+an explicit mask per kind of attention layer, so that sliding windows stay exact.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .cache import ATTENTION_LAYERS, RaggedCache
+
+# Attention backends by the form of mask that they take.
+_BOOLEAN_MASK = ("sdpa",)
+_ADDITIVE_MASK = ("eager",)
+
+
+def why_not_ragged(model: PreTrainedModel) -> str | None:
+    """Why `model` cannot run over ragged rows, as far as its source tells; None where nothing speaks against it."""
+    config = model.config.get_text_config()
+    parameters = inspect.signature(model.forward).parameters
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if "cache" not in parameters:
+        return "its forward takes no `cache`"
+    if "attention_mask" not in parameters:
+        return "its forward takes no `attention_mask`"
+    if "position_ids" not in parameters:
+        return "its forward takes no `position_ids`, so rows of different lengths would share their positions"
+    backend = config._attn_implementation
+    if backend not in _BOOLEAN_MASK + _ADDITIVE_MASK:
+        return f"attention backend {backend!r} takes no explicit mask; load it with attn_implementation='sdpa'"
+    try:
+        RaggedCache(config, max_slots=1)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class RaggedModel:
+    """A causal model and its cache for B rows.
+
+    Args:
+        model: a model for which `why_not_ragged` has nothing to say.
+        prompt_mask: [B, W] 1 where the left-padded prompt holds text; None where nothing is padded.
+        batch_size: B.
+        max_slots: most slots that a row will need.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, prompt_mask: torch.Tensor | None, batch_size: int, max_slots: int
+    ) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.cache = RaggedCache(self.config, max_slots)
+        self.batch_size = batch_size
+        device = model.device
+        self.padding = None if prompt_mask is None else (prompt_mask == 0).to(device)  # [B, W] True at padding
+        self.slots = torch.arange(max_slots, device=device)
+        self.additive = self.config._attn_implementation in _ADDITIVE_MASK
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            windowed = getattr(self.config, "sliding_window", None) is not None
+            chunked = getattr(self.config, "attention_chunk_size", None) is not None
+            kinds = ["sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"]
+        self.kinds = [kind for kind in ATTENTION_LAYERS if kind in kinds]
+        self.chunk_starts = None
+        if "chunked_attention" in self.kinds:
+            # transformers counts chunks from the first token of the text, not from the first column.
+            self.chunk_starts = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+            if self.padding is not None:
+                self.chunk_starts = self.padding.sum(dim=-1, keepdim=True)
+
+    def prefill(self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Run a left-padded text of one width; [B, 1, V] logits of the next token.
+
+        Args:
+            ids, mask, position_ids: [B, W], the mask 1 at text.
+        """
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        unpadded = self.padding is None
+        output = self.model(
+            input_ids=ids,
+            attention_mask=None if unpadded else mask,
+            position_ids=position_ids,
+            cache=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **keep,
+        )
+        self.cache.begin_rows()
+        return output.logits[:, -1:]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        offsets: torch.Tensor,
+        host_offsets: Sequence[int],
+        position_ids: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        """Run m tokens per row at the rows' offsets.
+
+        Args:
+            tokens: [B, m] token ids.
+            offsets: [B] slot of each row's first token; the slots before it hold the row's text.
+            host_offsets: the same on the host.
+            position_ids: [B, m] (or [..., B, m]) positions for the model.
+            kwargs: passed on to the model's forward.
+
+        Returns:
+            The model's output; its logits are [B, m, V].
+        """
+        self.cache.place(offsets, host_offsets, tokens.shape[1])
+        return self.model(
+            input_ids=tokens,
+            attention_mask=self.masks(offsets, tokens.shape[1]),
+            position_ids=position_ids,
+            cache=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **kwargs,
+        )
+
+    def masks(self, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[B, 1, m, slots] what each token sees; a dict by kind of layer where the model mixes them."""
+        keys = self.slots[: self.cache.view]
+        queries = offsets[:, None] + self.slots[:num_tokens]  # [B, m] the tokens' own slots
+        visible = keys <= queries[..., None]  # [B, m, slots]
+        if self.padding is not None:
+            visible[:, :, : self.padding.shape[1]] &= ~self.padding[:, None]
+        masks = {kind: self._form(self._limit(kind, visible, queries, keys)) for kind in self.kinds}
+        return masks if len(masks) > 1 else masks[self.kinds[0]]
+
+    def _limit(
+        self, kind: str, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        if kind == "sliding_attention":
+            return visible & (queries[..., None] - keys < self.config.sliding_window)
+        if kind == "chunked_attention":
+            size, starts = self.config.attention_chunk_size, self.chunk_starts
+            return visible & (((keys - starts) // size)[:, None] == ((queries - starts) // size)[..., None])
+        return visible
+
+    def _form(self, visible: torch.Tensor) -> torch.Tensor:
+        mask = visible[:, None]
+        if not self.additive:
+            return mask
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -1,0 +1,210 @@
+"""The contract of a drafter.
+
+A `Drafter` holds weights and options, is loaded once and shared by many calls. A `DraftSession` holds everything of
+one generate call. The loop knows nothing else about drafters, and a drafter knows nothing about the loop but the rows
+it drafts for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ..config import SpecConfig
+from ..metrics import SpecStats
+from ..verification import Draft, Noise, Verdict
+
+SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class TargetSignals:
+    """What a drafter needs from each target forward.
+
+    Args:
+        hidden_states: indices into transformers' `hidden_states` tuple: 0 is the embedding's output and i the output
+            of layer i - 1.
+    """
+
+    hidden_states: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a target forward gave, for the rows of its verdict.
+
+    Args:
+        hidden_states: index -> [B, m, H], one entry for each input row of the forward: the whole (left-padded) prompt
+            at the prefill, then the last committed token followed by the drafted ones.
+    """
+
+    hidden_states: dict[int, torch.Tensor]
+
+
+class RowsView(Protocol):
+    """The rows of a call as a session sees them; `decoding.rows.Rows` in the loop.
+
+    Attributes:
+        ids: [B, capacity] the text with its left padding, on the target's device; scratch from `widths[b]` on.
+        lengths: [B] `widths` on the device.
+        widths: columns of each row that hold text or left padding.
+        texts: token ids of each row without padding; the lists grow in place.
+        finished: rows that have stopped; what is drafted for them is ignored.
+        accepted, emitted: of the last verification, the accepted tokens' number and the tokens that reached the text.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    widths: list[int]
+    texts: list[list[int]]
+    finished: list[bool]
+    accepted: list[int]
+    emitted: list[list[int]]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[B] absolute position, without padding, of each row's next token."""
+        ...
+
+    def last_tokens(self, num_tokens: int = 1) -> torch.Tensor:
+        """[B, num_tokens] the last tokens of each row."""
+        ...
+
+    def place_draft(self, tokens: torch.Tensor) -> None:
+        """Write drafted tokens [B, n] behind the rows, where `DraftRequest.process` looks for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a session is told at its start.
+
+    Args:
+        rows: the rows, kept up to date by the loop.
+        attention_mask: [B, W] of the prompt, None where nothing is padded.
+        embedding, head: the target's input embedding and its output head (None where it has none).
+        process: (scores [B, 1, V], slot) -> scores [B, 1, V], the call's processors for drafted slot `slot`; may
+            overwrite its argument. The tokens of the slots before it are read from where `rows.place_draft` put them.
+        processors_read_ids: whether `process` looks at them at all.
+        config: the options, with nothing left at "auto" but `num_draft_tokens`.
+        vocab_size: V of the target.
+        noise: the call's noise; None in greedy decoding.
+        max_columns: columns that a row can reach, its drafts included.
+    """
+
+    rows: RowsView
+    attention_mask: torch.Tensor | None
+    embedding: nn.Module
+    head: nn.Module | None
+    process: Callable[[torch.Tensor, int], torch.Tensor]
+    processors_read_ids: bool
+    config: SpecConfig
+    vocab_size: int
+    noise: Noise | None
+    max_columns: int
+
+
+class DraftSession(ABC):
+    """All state of one generate call, caches included."""
+
+    @abstractmethod
+    def propose(self, budget: Sequence[int], verification: int) -> Draft:
+        """Draft at most `budget[b]` tokens for row b; `verification` numbers the round and keys its noise."""
+
+    def observe(self, signals: Signals | None, verdict: Verdict) -> None:
+        """Learn what became of the last draft. `rows` already holds the emitted tokens."""
+
+    def close(self) -> None:
+        """Free what the call held."""
+
+
+class Drafter(nn.Module, ABC):
+    """Weights and options of a drafter, without any state of a call.
+
+    Attributes:
+        method: the drafter's name in the registry.
+        default_num_draft_tokens: draft length when the options leave it open.
+        spec_config: the options.
+        config: the target's vocabulary size and special tokens, which pipelines compare with the target's.
+        last_stats: statistics of the most recent call.
+    """
+
+    __hf_specdec__ = True  # what `generate` looks for in `assistant_model`
+    method: str
+    default_num_draft_tokens = 5
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.spec_config = SpecConfig().with_options(**options)
+        self.config = PreTrainedConfig()
+        self.generation_config = GenerationConfig()
+        self.last_stats: SpecStats | None = None
+        self._bound_to: tuple | None = None
+
+    def bind(self, target: nn.Module) -> Drafter:
+        """Check that this drafter can draft for `target`, and copy the ids that must agree.
+
+        Raises:
+            ValueError: it cannot; the sentence says why.
+        """
+        text_config = target.config.get_text_config()
+        special = {name: getattr(text_config, name, None) for name in SPECIAL_TOKENS}
+        self.check_target(target)
+        self.config = PreTrainedConfig(vocab_size=text_config.vocab_size, **special)
+        self._bound_to = target_fingerprint(target)
+        return self
+
+    def check_bound_to(self, target: nn.Module) -> None:
+        """Refuse to draft for a target of another shape than the one of `bind`."""
+        if self._bound_to is None:
+            raise ValueError(f"this {self.method!r} drafter is not bound to a target; call drafter.bind(model) first.")
+        if self._bound_to != target_fingerprint(target):
+            raise ValueError(
+                f"this {self.method!r} drafter is bound to another target ({_describe(self._bound_to)}) than the model "
+                f"that generates ({_describe(target_fingerprint(target))}); call drafter.bind(model) with this model."
+            )
+
+    @property
+    def signals(self) -> TargetSignals:
+        """What the target has to give after each forward."""
+        return TargetSignals()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights live; None for a method without weights."""
+        parameter = next(self.parameters(), None)
+        return None if parameter is None else parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        parameter = next(self.parameters(), None)
+        return None if parameter is None else parameter.dtype
+
+    def check_target(self, target: nn.Module) -> None:  # noqa: B027 - most methods without weights take any target
+        """Raise a ValueError where this drafter cannot serve `target`."""
+
+    @abstractmethod
+    def start(self, request: DraftRequest) -> DraftSession:
+        """A session for one generate call."""
+
+
+def target_fingerprint(target: nn.Module) -> tuple:
+    """What must not change between `bind` and use: class, vocabulary, hidden size, layers."""
+    config = target.config.get_text_config()
+    return (
+        type(target).__name__,
+        config.vocab_size,
+        getattr(config, "hidden_size", None),
+        getattr(config, "num_hidden_layers", None),
+    )
+
+
+def _describe(fingerprint: tuple) -> str:
+    name, vocab_size, hidden_size, num_layers = fingerprint
+    return f"{name}, vocabulary {vocab_size}, hidden size {hidden_size}, {num_layers} layers"

@@ -1,0 +1,105 @@
+"""Which repositories are ordinary causal language models, and loading one as a drafter.
+
+Many drafters of other methods call themselves `LlamaForCausalLM` and the like. Taken for a whole model they would load
+with random weights in the places that are missing, so every tensor has to be accounted for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..auto import DrafterFormat, Repository
+from .session import DraftModelDrafter
+
+# Tensors of EAGLE, MTP, DFlash and DSpark heads; no whole language model has them at its top.
+_HEAD_TENSORS = ("d2t", "t2d", "fc.weight", "midlayer.", "model.fc.", "enorm.", "hnorm.", "markov", "mask_embedding")
+_HEAD_FIELDS = ("eagle_config", "dflash_config", "draft_vocab_size", "speculators_model_type", "markov_rank")
+
+
+def detect(repository: Repository) -> DrafterFormat | None:
+    """A causal language model of transformers, with an embedding and without any tensor of a drafter head."""
+    architectures = repository.config.get("architectures") or []
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if len(architectures) != 1 or architectures[0] not in known:
+        return None
+    if any(field in repository.config for field in _HEAD_FIELDS):
+        return None
+    if repository.tensors is not None:
+        if any(name.startswith(_HEAD_TENSORS) for name in repository.tensors):
+            return None
+    elif not any(repository.path.glob("*.bin")):
+        return None
+    return DrafterFormat(
+        method="draft_model",
+        variant="transformers causal LM",
+        reason=f"config.json names {architectures[0]}, and no tensor or field belongs to a drafter head",
+    )
+
+
+def load(
+    repository: Repository, *, target: nn.Module, dtype: torch.dtype, device: torch.device | str, **overrides: Any
+) -> DraftModelDrafter:
+    """Load the model.
+
+    Raises:
+        ValueError: tensors are missing, surplus or of another shape, or the tokenizers differ.
+    """
+    check_same_tokenizer(repository.path, target)
+    drafter_options = DraftModelDrafter.check_options(overrides)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            repository.path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{repository.path} does not load as {repository.config['architectures'][0]}: {error}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(problem):
+            names = ", ".join(sorted(str(key) for key in info[problem])[:5])
+            raise ValueError(
+                f"{repository.path} is not a complete {type(model).__name__}: {problem.replace('_keys', '')} "
+                f"tensors {names}. Found {repository.describe()}."
+            )
+    return DraftModelDrafter(model.to(device), **drafter_options)
+
+
+def check_same_tokenizer(drafter_folder: Path, target: PreTrainedModel) -> None:
+    """Refuse a draft model whose tokenizer is another one, where both tokenizers are at hand."""
+    ours, theirs = _vocabulary(drafter_folder), _vocabulary(_target_folder(target))
+    if ours is None or theirs is None or ours == theirs:
+        return
+    differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)))
+    raise ValueError(
+        f"the draft model in {drafter_folder} has another tokenizer than the target: {len(differing)} tokens differ "
+        f"(for example {differing[0]!r}). Take a draft model of the target's own family."
+    )
+
+
+def _vocabulary(folder: Path | None) -> dict[str, int] | None:
+    """token -> id of a tokenizer.json, added tokens included; None where there is none."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}}
+
+
+def _target_folder(target: PreTrainedModel) -> Path | None:
+    """Where the target was loaded from, as far as it is on this machine."""
+    name = target.name_or_path
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "tokenizer.json") if name.count("/") <= 1 else None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -1,0 +1,159 @@
+"""Drafting with a smaller causal language model (Leviathan, Kalman, Matias 2023).
+
+The model keeps its own cache between rounds and forgets rejected tokens by writing over them, so a round of k tokens
+costs k of its forwards and nothing is prepared twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...decoding.ragged_model import RaggedModel, why_not_ragged
+from ...verification import DRAFT, TARGET, Draft, OneHot, RoundNoise, Sampled, Verdict
+from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals
+
+_MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
+_MOST_PADDING_SHARE = 0.1
+
+
+class DraftModelDrafter(Drafter):
+    """A causal language model with the target's tokenizer.
+
+    Args:
+        model: the draft model. Its vocabulary may be padded to another size than the target's.
+        options: fields of SpecConfig.
+    """
+
+    method = "draft_model"
+    default_num_draft_tokens = 5
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(**options)
+        reason = why_not_ragged(model)
+        if reason is not None:
+            raise ValueError(f"{type(model).__name__} cannot be a draft model: {reason}.")
+        self.model = model.eval()
+
+    @staticmethod
+    def check_options(options: dict[str, Any]) -> dict[str, Any]:
+        """The options of the constructor, checked before any weight is read."""
+        from ...config import SpecConfig
+
+        SpecConfig().with_options(**options)
+        return options
+
+    def check_target(self, target: nn.Module) -> None:
+        ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
+        difference = abs(ours.vocab_size - theirs.vocab_size)
+        if difference > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours.vocab_size, theirs.vocab_size)):
+            raise ValueError(
+                f"the draft model has a vocabulary of {ours.vocab_size} and the target one of {theirs.vocab_size}; "
+                "a draft model needs the target's tokenizer (sizes may differ by padding only)."
+            )
+        for name in SPECIAL_TOKENS[:2]:  # padding is often set per use
+            a, b = getattr(ours, name, None), getattr(theirs, name, None)
+            if a is not None and b is not None and not set(_as_list(a)) & set(_as_list(b)):
+                raise ValueError(
+                    f"the draft model's {name} is {a} and the target's {b}; a draft model needs the target's tokenizer."
+                )
+
+    def start(self, request: DraftRequest) -> DraftSession:
+        return DraftModelSession(self, request)
+
+
+class DraftModelSession(DraftSession):
+    """The draft model's cache and what of it is still right.
+
+    Attributes:
+        valid: columns of each row whose keys and values in the draft's cache belong to the row's text.
+    """
+
+    def __init__(self, drafter: DraftModelDrafter, request: DraftRequest) -> None:
+        self.model = drafter.model
+        self.request, self.rows = request, request.rows
+        self.draws = request.config.draft_sampling == "sample"
+        self.shared_noise = request.config.rule == "coupled"
+        self.ragged: RaggedModel | None = None
+        self.padding = (self.rows.lengths - self.rows.positions).to(self.model.device)  # [B] left padding
+        self.valid = [0] * len(self.rows.widths)
+        self.num_drafted = 0
+
+    def propose(self, budget: Sequence[int], verification: int) -> Draft:
+        rows, process, num_tokens = self.rows, self.request.process, max(budget)
+        noise = RoundNoise(self.request.noise, rows.positions, verification) if self.request.noise else None
+        tokens: list[torch.Tensor] = []
+        law_logits: list[torch.Tensor] = []
+        logits = self._catch_up()
+        for slot in range(num_tokens):
+            scores = process(self._fit(logits), slot)
+            if self.draws and noise is not None:
+                # A coupled draft reads the very noise that the target will read at this position.
+                tokens.append(noise.choose(TARGET if self.shared_noise else DRAFT, scores, slot))
+                law_logits.append(scores)
+            else:
+                tokens.append(scores.argmax(dim=-1))
+            if slot == num_tokens - 1:
+                break
+            if self.request.processors_read_ids:
+                rows.place_draft(torch.cat(tokens, dim=1))
+            logits = self._forward(tokens[-1], [width + slot for width in rows.widths])
+        self.num_drafted = num_tokens
+        lengths = torch.tensor(list(budget), device=rows.ids.device)
+        drafted = torch.cat(tokens, dim=1)
+        past = torch.arange(num_tokens, device=drafted.device) >= lengths[:, None]
+        law = Sampled(torch.cat(law_logits, dim=1), shared_noise=self.shared_noise) if law_logits else OneHot()
+        return Draft(drafted.masked_fill(past, -1), lengths, law)
+
+    def observe(self, signals: Signals | None, verdict: Verdict) -> None:
+        if self.num_drafted == 0:
+            return
+        for b, (accepted, new) in enumerate(zip(self.rows.accepted, self.rows.emitted, strict=True)):
+            # The last drafted token was never an input, so its keys are not there even if it was accepted.
+            self.valid[b] = self.rows.widths[b] - len(new) + min(accepted, self.num_drafted - 1)
+        self.num_drafted = 0
+
+    def _catch_up(self) -> torch.Tensor:
+        """Run what the draft model has not seen of the text; [B, 1, V'] logits of the next token."""
+        rows = self.rows
+        if self.ragged is None:
+            logits = self._prefill()
+        else:
+            # Rows that miss less run some of their text again, which writes the same values.
+            missing = max(w - v for w, v, done in zip(rows.widths, self.valid, rows.finished, strict=True) if not done)
+            logits = self._forward(rows.last_tokens(missing), [max(width - missing, 0) for width in rows.widths])
+        self.valid = list(rows.widths)
+        return logits[:, -1:]
+
+    def _prefill(self) -> torch.Tensor:
+        """Run the text so far in one forward. Nothing has been drafted yet, so the unfinished rows are in step."""
+        request, device = self.request, self.model.device
+        width = max(self.rows.widths)
+        ids = self.rows.ids[:, :width].to(device)
+        columns = torch.arange(width, device=device)
+        mask = columns >= self.padding[:, None]
+        prompt_mask = None if request.attention_mask is None else request.attention_mask.to(device)
+        self.ragged = RaggedModel(self.model, prompt_mask, ids.shape[0], request.max_columns)
+        return self.ragged.prefill(ids, mask.long(), (columns - self.padding[:, None]).clamp_min(0))
+
+    def _forward(self, tokens: torch.Tensor, host_offsets: list[int]) -> torch.Tensor:
+        assert self.ragged is not None
+        device = self.model.device
+        offsets = torch.tensor(host_offsets, device=device)
+        columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
+        positions = (columns - self.padding[:, None]).clamp_min(0)
+        return self.ragged.forward(tokens.to(device), offsets, host_offsets, positions).logits
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, 1, V] fp32 logits on the target's device, over the target's vocabulary."""
+        vocab_size = self.request.vocab_size
+        logits = logits[..., :vocab_size].to(self.rows.ids.device, torch.float32)
+        return nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def _as_list(ids: int | list[int]) -> list[int]:
+    return ids if isinstance(ids, list) else [ids]

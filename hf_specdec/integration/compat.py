@@ -1,0 +1,58 @@
+"""What this package expects of transformers' internals, in one place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 20  # what transformers fills in where the user gave nothing
+
+# Methods of GenerationMixin that the dispatcher wraps, and the parameters that it passes or reads.
+EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_get_candidate_generator": (
+        "self",
+        "generation_config",
+        "input_ids",
+        "inputs_tensor",
+        "logits_processor",
+        "model_kwargs",
+        "assistant_model",
+        "target_tokenizer",
+        "assistant_tokenizer",
+    ),
+    "_assisted_decoding": (
+        "self",
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+        "inputs_tensor",
+        "assistant_model",
+        "assistant_tokenizer",
+        "tokenizer",
+        "model_kwargs",
+    ),
+    "_prefill": ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+}
+
+
+def check_signatures(cls: type) -> None:
+    """Refuse to work on a transformers whose internals have changed.
+
+    Raises:
+        RuntimeError: a method is gone or takes other parameters; the sentence names it.
+    """
+    import transformers
+
+    for name, expected in EXPECTED_PARAMETERS.items():
+        method: Callable | None = getattr(cls, name, None)
+        found = None if method is None else tuple(inspect.signature(method).parameters)
+        if found != expected:
+            change = "is gone" if found is None else f"takes {', '.join(found)} instead of {', '.join(expected)}"
+            raise RuntimeError(
+                f"hf_specdec does not know transformers {transformers.__version__}: {cls.__name__}.{name} {change}. "
+                "Install a transformers release that this version of hf_specdec names in its requirements."
+            )

@@ -1,0 +1,203 @@
+"""The door: `model.generate(assistant_model=drafter)` for every model that generates.
+
+Three methods of GenerationMixin look for a drafter of ours among their arguments and hand over to our loop; with any
+other argument they call the original unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin, StoppingCriteriaList
+
+from ..drafters.base import Drafter
+from .compat import check_signatures
+from .generate import check_call, generate
+
+_originals: dict[str, Callable] = {}
+
+
+def is_drafter(assistant_model: Any) -> bool:
+    """Whether an `assistant_model` argument is a drafter of ours."""
+    return getattr(type(assistant_model), "__hf_specdec__", False) is True
+
+
+def install() -> None:
+    """Let `generate` of every transformers model take drafters. Safe to call again.
+
+    Raises:
+        RuntimeError: transformers' internals have changed; nothing is installed then.
+    """
+    if _originals:
+        return
+    check_signatures(GenerationMixin)
+    for name, wrap in _WRAPPERS.items():
+        _originals[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, wrap(_originals[name]))
+
+
+def uninstall() -> None:
+    """Put transformers' own methods back."""
+    for name, original in _originals.items():
+        setattr(GenerationMixin, name, original)
+    _originals.clear()
+
+
+def is_installed() -> bool:
+    return bool(_originals)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Let one model take drafters, without touching any other. Returns the model.
+
+    The model's class is replaced by a subclass of the same name; pickling and saving go by the original class.
+
+    Raises:
+        RuntimeError: transformers' internals have changed.
+    """
+    check_signatures(GenerationMixin)
+    cls = type(model)
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(f"`model` is a {cls.__name__}, which has no generate().")
+    if not getattr(cls, "_hf_specdec_enabled", False):
+        body: dict[str, Any] = {name: wrap(getattr(cls, name)) for name, wrap in _WRAPPERS.items()}
+        body.update(__module__=cls.__module__, __reduce_ex__=_reduce_as(cls), _hf_specdec_enabled=True)
+        model.__class__ = type(cls.__name__, (cls,), body)
+    return model
+
+
+class SpecGenerate:
+    """A drafter for `generate(custom_generate=...)`, where nothing may be patched.
+
+    transformers drops `streamer` on this path, so it is given here.
+
+    Args:
+        drafter: the drafter.
+        streamer: as in `generate`.
+    """
+
+    def __init__(self, drafter: Drafter, streamer: Any | None = None) -> None:
+        if not is_drafter(drafter):
+            raise ValueError(f"`drafter` is a {type(drafter).__name__}; give what AutoDrafter returns.")
+        self.drafter, self.streamer = drafter, streamer
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        mode = generation_config.get_generation_mode()
+        check_call(model, self.drafter, str(getattr(mode, "value", mode)), generation_config)
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        return generate(
+            model,
+            self.drafter,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            self.streamer,
+            model_kwargs,
+        )
+
+
+def _wrap_validate(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if not is_drafter(drafter):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+            raise ValueError("`assistant_tokenizer` is given beside a drafter; drafters share the target's tokenizer.")
+        if generation_mode_kwargs.get("synced_gpus"):
+            raise ValueError("`synced_gpus` is on; drafters do not run under ZeRO-3 or FSDP generation yet.")
+        check_call(self, drafter, str(getattr(generation_mode, "value", generation_mode)), generation_config)
+
+    return _validate_generation_mode
+
+
+def _wrap_candidates(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if not is_drafter(drafter):
+            return original(self, *args, **kwargs)
+        from .candidates import DrafterCandidates
+
+        return DrafterCandidates(
+            self, drafter, kwargs["input_ids"], kwargs["generation_config"], kwargs["logits_processor"]
+        )
+
+    return _get_candidate_generator
+
+
+def _wrap_decoding(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any | None = None,
+        inputs_tensor: Any | None = None,
+        assistant_model: Any | None = None,
+        assistant_tokenizer: Any | None = None,
+        tokenizer: Any | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        if assistant_model is None or not is_drafter(assistant_model):
+            return original(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **model_kwargs,
+            )
+        return generate(
+            self,
+            assistant_model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+        )
+
+    return _assisted_decoding
+
+
+_WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
+    "_validate_generation_mode": _wrap_validate,
+    "_get_candidate_generator": _wrap_candidates,
+    "_assisted_decoding": _wrap_decoding,
+}
+
+
+def _reduce_as(cls: type) -> Callable:
+    """Pickle an enabled model as an object of its own class."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        function, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
+        return (function, tuple(cls if argument is type(self) else argument for argument in arguments), *rest)
+
+    return __reduce_ex__

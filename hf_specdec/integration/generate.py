@@ -1,0 +1,233 @@
+"""One generate call: the checks before any forward pass, the loop, and transformers' output object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from ..config import SpecConfig
+from ..decoding.loop import Call, speculate
+from ..decoding.outputs import Publisher, Recorder
+from ..decoding.processors import BlockProcessors
+from ..decoding.ragged_model import why_not_ragged
+from ..decoding.rows import Rows
+from ..decoding.stopping import Stops
+from ..drafters.base import Drafter, DraftRequest
+from ..metrics import RowStats, SpecStats
+from ..scheduling import Governor
+from ..verification import Noise
+from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
+from .probe import check_ragged
+from .target import RaggedTarget
+
+# Generation options that another way of assisted decoding owns, or that are lossy.
+_FOREIGN_OPTIONS = {
+    "assistant_ensemble_weight": "it changes the law of the text; `SpecConfig(lenience=...)` is the door to loss",
+    "prompt_lookup_num_tokens": "take AutoDrafter.for_target(model, 'lookup') as the drafter instead",
+    "use_mtp": "give either a drafter or use_mtp",
+    "assistant_early_exit": "give either a drafter or assistant_early_exit",
+}
+# Inputs that only the first forward may see are fine; these would have to follow the rows.
+_GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: GenerationConfig) -> None:
+    """Refuse what cannot be served, before anything is prepared.
+
+    Args:
+        model: the target.
+        drafter: the drafter.
+        mode: transformers' generation mode: "assisted_generation", "beam_search", ...
+        config: the options of the call.
+
+    Raises:
+        ValueError: one sentence that names the option and says what to do.
+    """
+    if config.num_beams is not None and config.num_beams > 1:
+        raise ValueError(f"`num_beams` is {config.num_beams}; a drafter serves greedy decoding and sampling, use 1.")
+    if mode not in ("assisted_generation", "greedy_search", "sample"):
+        raise ValueError(f"generation mode {mode!r} takes no drafter; a drafter serves greedy decoding and sampling.")
+    for option, what in _FOREIGN_OPTIONS.items():
+        if getattr(config, option, None):
+            raise ValueError(f"`{option}` is {getattr(config, option)!r} beside a drafter: {what}.")
+    if config.use_cache is False:
+        raise ValueError("`use_cache` is False; speculative decoding needs the cache, leave it on.")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it unset."
+        )
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option, None) and config.return_dict_in_generate:
+            raise ValueError(f"`{option}` is not served with a drafter yet; leave it off.")
+    reason = why_not_ragged(model)
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
+    drafter.check_bound_to(model)
+    num_draft_tokens(drafter, config)
+
+
+def check_inputs(
+    drafter: Drafter, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any], criteria: Any
+) -> None:
+    """Refuse inputs that cannot be served, before the prefill."""
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("`inputs_embeds` is not served with a drafter yet; give `input_ids`.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("`input_ids` is empty; give at least one token.")
+    cache = kwargs.get("cache")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or not isinstance(cache, DynamicCache)):
+        raise ValueError(
+            f"`cache` is a {type(cache).__name__} of yours; a drafter brings its own cache, leave it out."
+        )
+    for name in _GROWING_INPUTS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"`{name}` is not served with a drafter yet; leave it out.")
+    batch_size = input_ids.shape[0]
+    if batch_size > 1:
+        for option in ("output_scores", "output_logits"):
+            if getattr(config, option, None) and config.return_dict_in_generate:
+                raise ValueError(f"`{option}` with {batch_size} rows is not served with a drafter yet; use one row.")
+        if _other_criteria(criteria) and not _eos_token_ids(criteria):
+            raise ValueError(
+                f"{batch_size} rows with stopping criteria but without an `eos_token_id` are not served with a drafter "
+                "yet; set an eos_token_id or use one row."
+            )
+    seed = drafter.spec_config.seed
+    if isinstance(seed, list) and len(seed) != batch_size:
+        raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
+
+
+def generate(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    logits_processor: Iterable[Any],
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any | None,
+    model_kwargs: dict[str, Any],
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """Decode with a drafter, from the point where `generate` hands over to its decoding loop.
+
+    Returns:
+        What plain decoding returns. A dictionary output carries the statistics as `specdec`; they are also left in
+        `drafter.last_stats`.
+    """
+    check_inputs(drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
+    check_ragged(model)
+    batch_size, width = input_ids.shape
+    config = resolve(drafter, generation_config)
+    length, longest = num_draft_tokens(drafter, generation_config)
+    max_width = stopping_criteria.max_length or generation_config.max_length
+    max_columns = max(max_width, width + 1) + longest + 1
+
+    attention_mask = model_kwargs.get("attention_mask")
+    pad_token = generation_config._pad_token_tensor
+    rows = Rows(input_ids, attention_mask, max_columns, 0 if pad_token is None else int(pad_token))
+    processors = BlockProcessors(logits_processor)
+    target = RaggedTarget(model, input_ids, generation_config, model_kwargs, drafter.signals, max_columns)
+    noise, seed = None, None
+    if generation_config.do_sample:
+        seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
+        noise = Noise.from_seed(seed, batch_size, input_ids.device)
+    stats = SpecStats(
+        rows=[RowStats() for _ in range(batch_size)],
+        rule=config.rule,
+        kernels="torch",
+        cache=target.cache,
+        rollback=target.rollback,
+        seed=seed,
+    )
+    request = DraftRequest(
+        rows=rows,
+        attention_mask=attention_mask,
+        embedding=model.get_input_embeddings(),
+        head=model.get_output_embeddings(),
+        process=lambda scores, slot: processors(scores, rows.processor_widths(slot), rows.ids),
+        processors_read_ids=processors.read_ids,
+        config=config,
+        vocab_size=model.config.get_text_config().vocab_size,
+        noise=noise,
+        max_columns=max_columns,
+    )
+    returns_dict = generation_config.return_dict_in_generate
+    call = Call(
+        target=target,
+        session=drafter.start(request),
+        processors=processors,
+        stops=Stops(max_width, _eos_token_ids(stopping_criteria), _other_criteria(stopping_criteria)),
+        rule=config.rule,
+        noise=noise,
+        governor=Governor(length, longest, adaptive=longest > length),
+        publisher=Publisher(streamer, rows),
+        recorder=Recorder(
+            scores=bool(returns_dict and generation_config.output_scores),
+            logits=bool(returns_dict and generation_config.output_logits),
+        ),
+    )
+    try:
+        speculate(call, rows, stats)
+    finally:
+        call.session.close()
+    drafter.last_stats = stats
+    sequences = rows.sequences()
+    if not returns_dict:
+        return sequences
+    in_step = min(rows.widths) == max(rows.widths)
+    output = GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=call.recorder.scores,
+        logits=call.recorder.logits,
+        # Rows that ended apart have no common cache; plain decoding would have filled it with padding.
+        cache=target.ragged.cache.to_dynamic(target.ragged.config, rows.widths[0] - 1) if in_step else None,
+    )
+    output.specdec = stats
+    return output
+
+
+def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig:
+    """The drafter's options with "auto" resolved for this call."""
+    config = drafter.spec_config
+    if not generation_config.do_sample:
+        return replace(config, rule="match", draft_sampling="greedy")
+    rule = "coupled" if config.rule == "auto" else config.rule
+    sampling = config.draft_sampling
+    if sampling == "auto":
+        sampling = "greedy" if rule == "match" else "sample"
+    return replace(config, rule=rule, draft_sampling=sampling)
+
+
+def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> tuple[int, int]:
+    """(length to start with, longest length); they differ where the governor may adapt.
+
+    `generate(num_assistant_tokens=k)` wins. transformers fills in 20 where nothing was given, so 20 counts as unset.
+    """
+    k = getattr(generation_config, "num_assistant_tokens", None)
+    if k is not None and k != DEFAULT_NUM_ASSISTANT_TOKENS:
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < 1024:
+            raise ValueError(f"`num_assistant_tokens` is {k!r}; give an integer from 0 to 1023.")
+        return k, k
+    config = drafter.spec_config
+    if config.num_draft_tokens != "auto":
+        return int(config.num_draft_tokens), int(config.num_draft_tokens)
+    length = drafter.default_num_draft_tokens
+    return length, length if config.governor == "off" else 2 * length
+
+
+def _eos_token_ids(criteria: Iterable[Any]) -> list[int]:
+    return [token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()]
+
+
+def _other_criteria(criteria: Iterable[Any]) -> list[Any]:
+    return [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]

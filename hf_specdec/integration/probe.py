@@ -1,0 +1,91 @@
+"""A self-check of a target's class: do its forwards over ragged rows agree with its own one-token steps?
+
+Source facts (`why_not_ragged`) say which models should; this says which do. It costs nine small forwards, once per
+model, dtype and attention backend, and never touches torch's global random state.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..decoding.ragged_model import RaggedModel
+
+_LENGTHS = (3, 6)  # prompt tokens of the two rows
+_STEPS = 4
+_ACCEPTED = (1, 3)  # tokens of the first round that turn out right
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict] = weakref.WeakKeyDictionary()
+
+
+def check_ragged(model: PreTrainedModel) -> None:
+    """Refuse a target whose ragged forwards are wrong.
+
+    Raises:
+        ValueError: they differ from its own one-token steps by more than rounding.
+    """
+    if model.training:  # dropout would differ between any two forwards
+        return
+    key = (model.dtype, model.config.get_text_config()._attn_implementation)
+    verdicts = _verdicts.setdefault(model, {})
+    if key not in verdicts:
+        verdicts[key] = measure(model)
+    error, allowed = verdicts[key]
+    if not error <= allowed:
+        raise ValueError(
+            f"{type(model).__name__} is not served by drafters: its logits over rows of different lengths differ from "
+            f"its own one-token steps by {error:.1e} of their spread ({allowed:.1e} is rounding)."
+        )
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel) -> tuple[float, float]:
+    """(error, allowed error) of ragged logits against one-token steps, in units of the logits' standard deviation."""
+    device, width = model.device, max(_LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab_size, (2, width + _STEPS), generator=generator).to(device)
+    padding = torch.tensor([width - length for length in _LENGTHS], device=device)[:, None]
+    columns = torch.arange(width + _STEPS, device=device)
+    mask, positions = (columns >= padding).long(), (columns - padding).clamp_min(0)
+
+    cache = DynamicCache(config=model.config.get_text_config())
+    steps = []
+    for start, end in [(0, width), *((width + i, width + i + 1) for i in range(_STEPS))]:
+        output = model(
+            input_ids=ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, start:end],
+            cache=cache,
+            use_cache=True,
+        )
+        steps.append(output.logits[:, -1].float())
+    expected = torch.stack(steps, dim=1)  # [2, steps + 1, V] after each column from width - 1 on
+    whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    noise = (whole[:, width - 1 :].float() - expected).abs().amax(dim=-1)
+
+    ragged = RaggedModel(model, mask[:, :width], 2, width + 2 * _STEPS)
+    found = [(ragged.prefill(ids[:, :width], mask[:, :width], positions[:, :width])[:, -1].float(), expected[:, 0])]
+    wrong = (ids[:, width : width + _STEPS] + 1) % vocab_size
+    right = torch.arange(_STEPS, device=device) < torch.tensor(_ACCEPTED, device=device)[:, None]
+    first = torch.where(right, ids[:, width : width + _STEPS], wrong)
+    rows = torch.arange(2, device=device)[:, None]
+    for accepted, tokens in (((0, 0), first), (_ACCEPTED, None)):
+        done = torch.tensor(accepted, device=device)[:, None]
+        count = _STEPS - max(accepted)
+        taken = done + torch.arange(count, device=device)  # [2, count] columns after the prompt
+        tokens = ids[rows, width + taken] if tokens is None else tokens
+        offsets = width + done[:, 0]
+        host_offsets = [width + a for a in accepted]
+        logits = ragged.forward(tokens, offsets, host_offsets, positions[rows, width + taken]).logits.float()
+        valid = [min(a, tokens.shape[1]) if max(accepted) == 0 else tokens.shape[1] for a in _ACCEPTED]
+        for b, n in enumerate(valid):
+            found.append((logits[b, :n], expected[b, 1 + accepted[b] : 1 + accepted[b] + n]))
+    errors = torch.cat([(ours - theirs).abs().amax(dim=-1).flatten() for ours, theirs in found])
+    spread = expected.std()
+    if model.dtype in (torch.float32, torch.float64):
+        error, noise_level, floor = errors.max(), noise.max(), 1e-3
+    else:  # rounding may send single tokens to other experts; a wrong mask or position moves most of them
+        error, noise_level, floor = errors.median(), noise.median(), 0.2
+    return float(error / spread), max(floor, 8 * float(noise_level / spread))

@@ -1,0 +1,166 @@
+"""What a generate call did: counts per row, their sums, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class RowStats:
+    """Counts of one row. `accepted_per_position[i]` counts the rounds that accepted drafted token i."""
+
+    num_verifications: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    num_plain_steps: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one target forward.
+
+        Args:
+            drafted: drafted tokens that could still have been kept (a budget ends them, a stop cuts them).
+            accepted: drafted tokens that reached the text.
+            emitted: tokens that reached the text.
+        """
+        self.num_verifications += 1
+        self.num_plain_steps += drafted == 0
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.num_emitted += emitted
+        self._count_positions(1 for _ in range(accepted))
+
+    def __add__(self, other: RowStats) -> RowStats:
+        total = RowStats(
+            *(
+                getattr(self, name) + getattr(other, name)
+                for name in ("num_verifications", "num_drafted", "num_accepted", "num_emitted", "num_plain_steps")
+            )
+        )
+        total._count_positions(self.accepted_per_position)
+        total._count_positions(other.accepted_per_position)
+        return total
+
+    def _count_positions(self, counts: Any) -> None:
+        for position, count in enumerate(counts):
+            if position == len(self.accepted_per_position):
+                self.accepted_per_position.append(0)
+            self.accepted_per_position[position] += count
+
+
+@dataclass
+class SpecStats:
+    """Statistics of a generate call; calls add up with `+`.
+
+    The counts are sums over the rows: a forward over a batch is one verification for each of its unfinished rows. The
+    prefill, which emits the first token, counts as a verification of an empty draft, so `num_emitted` is the number of
+    new tokens and `mean_accepted_length` (tau) is `num_emitted / num_verifications`.
+
+    Attributes:
+        rows: the same counts per row.
+        draft_time, verify_time, host_time: seconds spent drafting, in the target's forwards and the verification up
+            to the host copy, and in the rest of the loop.
+        num_forwards: target forwards of the call, the prefill included.
+        rule: the rule that verified; "match" in greedy decoding.
+        lossless: whether the text is distributed exactly as the target's.
+        kernels: the implementation of the verification that ran.
+        cache, rollback: how the target's cache holds the rows and forgets rejected tokens.
+        seed: the key of the noise (None in greedy decoding).
+    """
+
+    rows: list[RowStats] = field(default_factory=list)
+    draft_time: float = 0.0
+    verify_time: float = 0.0
+    host_time: float = 0.0
+    num_forwards: int = 0
+    rule: str = ""
+    lossless: bool = True
+    kernels: str = ""
+    cache: str = ""
+    rollback: str = ""
+    seed: int | list[int] | None = None
+
+    @property
+    def total(self) -> RowStats:
+        return sum(self.rows, RowStats())
+
+    @property
+    def num_verifications(self) -> int:
+        return sum(row.num_verifications for row in self.rows)
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(row.num_drafted for row in self.rows)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(row.num_accepted for row in self.rows)
+
+    @property
+    def num_emitted(self) -> int:
+        return sum(row.num_emitted for row in self.rows)
+
+    @property
+    def num_plain_steps(self) -> int:
+        return sum(row.num_plain_steps for row in self.rows)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        return self.total.accepted_per_position
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 where nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau: emitted tokens per verification, the bonus token included."""
+        return self.num_emitted / self.num_verifications if self.num_verifications else 0.0
+
+    def __add__(self, other: SpecStats) -> SpecStats:
+        """Sums over calls. Rows are added by index; descriptions that differ are joined with ' + '."""
+        if not isinstance(other, SpecStats):
+            return NotImplemented
+        longer, shorter = sorted((self.rows, other.rows), key=len, reverse=True)
+        return SpecStats(
+            rows=[row + (shorter[i] if i < len(shorter) else RowStats()) for i, row in enumerate(longer)],
+            draft_time=self.draft_time + other.draft_time,
+            verify_time=self.verify_time + other.verify_time,
+            host_time=self.host_time + other.host_time,
+            num_forwards=self.num_forwards + other.num_forwards,
+            rule=_joined(self.rule, other.rule),
+            lossless=self.lossless and other.lossless,
+            kernels=_joined(self.kernels, other.kernels),
+            cache=_joined(self.cache, other.cache),
+            rollback=_joined(self.rollback, other.rollback),
+            seed=self.seed if self.seed == other.seed else None,
+        )
+
+    def __radd__(self, other: Any) -> SpecStats:
+        return self if other == 0 else NotImplemented  # so that sum() works
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, for JSON."""
+        names = ("num_verifications", "num_drafted", "num_accepted", "num_emitted", "num_plain_steps")
+        derived = ("accepted_per_position", "acceptance_rate", "mean_accepted_length")
+        return {**{name: getattr(self, name) for name in names + derived}, **asdict(self)}
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        by_position = ", ".join(str(count) for count in self.accepted_per_position) or "none"
+        return (
+            f"{self.num_emitted} tokens in {self.num_verifications} verifications "
+            f"(tau {self.mean_accepted_length:.2f}, {self.num_plain_steps} without a draft)\n"
+            f"accepted {self.num_accepted} of {self.num_drafted} drafted tokens "
+            f"({self.acceptance_rate:.0%}), by position: {by_position}\n"
+            f"rule {self.rule}, {'lossless' if self.lossless else 'lossy'}, kernels {self.kernels}, "
+            f"cache {self.cache}, rollback {self.rollback}\n"
+            f"draft {self.draft_time:.2f} s, verify {self.verify_time:.2f} s, host {self.host_time:.2f} s"
+        )
+
+
+def _joined(a: str, b: str) -> str:
+    return a if a == b or not b else b if not a else f"{a} + {b}"

@@ -1,0 +1,99 @@
+"""The draft length of each round, from what past rounds accepted and cost.
+
+With acceptance alpha per drafted token, a draft of k tokens emits 1 + alpha + ... + alpha^k tokens on average, in
+a round that costs T(k) = verification(k) + drafting(k) seconds. The governor takes the k with the most tokens per
+second; 0 turns drafting off where it does not pay, with a short draft now and then to see whether that has changed.
+
+Decisions use past rounds only, never the tokens they decide about, so every rule stays exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FORGET = 0.9  # weight of everything before the newest round
+_PROBE_EVERY = 12  # plain steps between two probes
+_PROBE_LENGTH = 2
+
+
+@dataclass
+class _Line:
+    """A least-squares line y = a + b x over points that fade."""
+
+    w: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        for name, value in (("w", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
+            setattr(self, name, _FORGET * getattr(self, name) + value)
+
+    def fit(self) -> tuple[float, float]:
+        """(a, b); costs never fall with length, and without spread in x the slope is taken as 0."""
+        if self.w == 0.0:
+            return 0.0, 0.0
+        spread = self.xx - self.x * self.x / self.w
+        slope = max(0.0, (self.xy - self.x * self.y / self.w) / spread) if spread > 1e-6 * self.w else 0.0
+        return max(0.0, (self.y - slope * self.x) / self.w), slope
+
+
+class Governor:
+    """Chooses draft lengths.
+
+    Args:
+        num_tokens: the length to start with.
+        max_tokens: the longest length.
+        adaptive: False keeps `num_tokens`.
+    """
+
+    def __init__(self, num_tokens: int, max_tokens: int, adaptive: bool) -> None:
+        self.num_tokens, self.max_tokens, self.adaptive = num_tokens, max_tokens, adaptive and max_tokens > 0
+        self._accepted, self._tried = 0.0, 0.0
+        self._verification, self._drafting = _Line(), _Line()
+        self._plain_steps = 0
+
+    def observe(self, drafted: list[int], accepted: list[int], draft_time: float, verify_time: float) -> None:
+        """Learn from a round.
+
+        Args:
+            drafted, accepted: drafted and accepted tokens of each unfinished row.
+            draft_time, verify_time: seconds.
+        """
+        if not self.adaptive:
+            return
+        longest = max(drafted, default=0)
+        self._verification.add(longest, verify_time)
+        if longest == 0:
+            self._plain_steps += 1
+            return
+        self._plain_steps = 0
+        self._drafting.add(longest, draft_time)
+        self._accepted = _FORGET * self._accepted + sum(accepted)
+        self._tried = _FORGET * self._tried + sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
+        self.num_tokens = self._best_length()
+
+    def next_length(self) -> int:
+        """Tokens to draft in the next round."""
+        if self.adaptive and self.num_tokens == 0 and self._plain_steps >= _PROBE_EVERY:
+            return min(_PROBE_LENGTH, self.max_tokens)
+        return self.num_tokens
+
+    @property
+    def acceptance(self) -> float:
+        """Estimate of alpha, from a prior of one success in two."""
+        return (self._accepted + 0.5) / (self._tried + 1.0)
+
+    def _best_length(self) -> int:
+        step, per_verified = self._verification.fit()
+        draft, per_drafted = self._drafting.fit()
+        if per_drafted == 0.0 and self._drafting.x > 0.0:  # one length so far: charge it by the token
+            draft, per_drafted = 0.0, self._drafting.y / self._drafting.x
+        best, best_rate, tokens = 0, 1.0 / max(step, 1e-9), 1.0
+        for k in range(1, self.max_tokens + 1):
+            tokens += self.acceptance**k
+            rate = tokens / max(step + draft + k * (per_verified + per_drafted), 1e-9)
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return best

@@ -1,0 +1,20 @@
+"""Noise and rules: given a draft, its law and the target's scores, which tokens are emitted."""
+
+from .laws import Draft, OneHot, Sampled, Verdict
+from .noise import BONUS, DRAFT, RESIDUAL, TARGET, Noise, RoundNoise
+from .rules import RULES, verify
+
+__all__ = [
+    "BONUS",
+    "DRAFT",
+    "RESIDUAL",
+    "RULES",
+    "TARGET",
+    "Draft",
+    "Noise",
+    "OneHot",
+    "RoundNoise",
+    "Sampled",
+    "Verdict",
+    "verify",
+]

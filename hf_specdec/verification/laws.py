@@ -1,0 +1,96 @@
+"""What a drafter hands to the verifier, and what the verifier hands back.
+
+A draft is only as good as its law: the truth about how its tokens were drawn. A rule that is told the wrong law emits
+text that is not the target's, and nothing crashes.
+
+Shapes: B rows, n drafted slots, V the target's vocabulary, C the drafter's candidates. A slot past a row's length
+holds -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """The draft is a function of what the verifier already knows: q(d) = 1 at every slot."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The draft was drawn from exactly these distributions, after the drafter's own processing.
+
+    Args:
+        logits: [B, n, C] log-weights; q = softmax(logits) over the C candidates.
+        ids: target ids of the candidates: None (C is the target's vocabulary), [C] (a reduced vocabulary) or
+            [B, n, C] (candidates that differ by slot). Ids are distinct within a slot.
+        one_hot: [B, n] bool, slots whose token was not drawn but computed (q = 1 at the token).
+        lse: [B, n] log-sum-exp of `logits`, where the drafter has it already.
+        shared_noise: the draws used the target's own noise stream (`coupled`); `rejection` and `block` refuse these,
+            because their accept tests would look at noise that the draft has already seen.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor | None = None
+    one_hot: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    shared_noise: bool = False
+
+    def probs(self, dtype: torch.dtype) -> torch.Tensor:
+        """[B, n, C] q over the candidates."""
+        if self.lse is None:
+            return self.logits.to(dtype).softmax(dim=-1)
+        return (self.logits.to(dtype) - self.lse.to(dtype).unsqueeze(-1)).exp()
+
+    def target_ids(self) -> torch.Tensor | None:
+        """[B, n, C] target ids of the candidates, None when they are the vocabulary itself."""
+        return None if self.ids is None else self.ids.expand(self.logits.shape)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens and how they were drawn.
+
+    Args:
+        tokens: [B, n] target ids, -1 past a row's length.
+        lengths: [B] drafted tokens per row, 0..n.
+        law: how the tokens were drawn.
+        parents: None for a chain; for a tree [n] or [B, n], the index of each node's parent node, -1 for the root (the
+            last committed token). A parent stands before its children, and siblings are distinct tokens.
+        confidence: [B, n] the drafter's own estimate that a slot is accepted given that the slots before it are.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    law: OneHot | Sampled
+    parents: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
+
+    @staticmethod
+    def empty(batch_size: int, device: torch.device) -> Draft:
+        """A draft of no tokens: its verification is a plain step."""
+        zeros = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return Draft(zeros.new_empty(batch_size, 0), zeros, OneHot())
+
+    @property
+    def num_slots(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification decided.
+
+    Args:
+        num_accepted: [B] accepted drafted tokens; -1 marks a row whose target logits hold NaN or nothing to choose
+            from. Such a row emits nothing, and whoever reads the verdict on the host must raise.
+        tokens: [B, n + 1] the emitted tokens, the accepted ones and one more; -1 pads.
+        path: for a tree [B, n] the accepted nodes in order, -1 pads; None for a chain.
+    """
+
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    path: torch.Tensor | None = None

@@ -1,0 +1,244 @@
+"""The lossless rules: which drafted tokens are kept, and what is emitted after them.
+
+Every rule is a pure function (draft, scores, noise) -> Verdict. `scores` [B, n + 1, V] are the target's log-weights
+after all processors: row 0 is the law of the first token, row i + 1 the law after drafted slot i. Each row emits the
+accepted tokens and one more, so at least one. p and q below are the softmax of the target's scores and of the draft's
+logits.
+
+Nothing here synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .laws import Draft, OneHot, Sampled, Verdict
+from .noise import BONUS, RESIDUAL, TARGET, RoundNoise
+
+
+def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
+    """The target chooses a token at every row; the walk goes on while the draft agrees with it.
+
+    With `noise` None the choice is the argmax (greedy decoding). Otherwise it is a draw from p with the target's own
+    stream, so the emitted text is what plain decoding with that noise emits, for any draft, chain or tree, however
+    drawn. For a one-hot draft this is rejection sampling in one pass: P(choice = d) = p(d), and the choice that
+    differs is distributed as the residual. It is also the verification of `coupled`.
+    """
+    if draft.parents is None:
+        choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores)
+        agrees = _within(draft) & (choices[:, :-1] == draft.tokens)
+        num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)
+        return _verdict(num_accepted, choices, scores)
+
+    parents = draft.parents.expand_as(draft.tokens)
+    depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], _depths(parents)], dim=1)
+    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, depths)
+    return _walk(draft, parents, choices, scores)
+
+
+def rejection(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
+    """Token by token: accept d with probability min(1, p(d) / q(d)), else draw from the residual max(p - q, 0).
+
+    Leviathan, Kalman, Matias 2023 (algorithm 1); expected acceptance sum min(p, q).
+    """
+    p, p_drafted, q_drafted = _probabilities(draft, scores)
+    accepted = _within(draft) & noise.accepts(p_drafted, q_drafted)
+    num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
+    return _finish(draft, scores, p, num_accepted, torch.ones_like(p[:, 0, 0]), noise)
+
+
+def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
+    """Block verification: the accepted length is decided for the block as a whole.
+
+    Sun et al. 2024 (arXiv:2403.10444). pi_i is the capped likelihood ratio of the first i drafted tokens; slot i < l
+    passes with probability Z_i / (Z_i + 1 - pi_i), Z_i = sum_x max(pi_i p_i(x) - q_i(x), 0), and the last one, l, with
+    probability pi_l. The longest passing prefix is kept: a later success rescues earlier failures. In expectation over
+    the same drafts it accepts at least as many tokens as `rejection`.
+    """
+    p, p_drafted, q_drafted = _probabilities(draft, scores)
+    ratios = torch.where(_within(draft), p_drafted / q_drafted.clamp_min(torch.finfo(p.dtype).tiny), 1.0)
+    pi = [torch.ones_like(p[:, 0, 0])]
+    for i in range(draft.num_slots):
+        pi.append((pi[-1] * ratios[:, i]).clamp_max(1.0))
+    pi = torch.stack(pi, dim=1)  # [B, n + 1], pi[:, i] after i accepted tokens
+
+    mass = _residual_mass(draft, p, pi)  # [B, n], mass[:, i] is Z_i; Z_0 decides nothing
+    passes = mass / (mass + 1.0 - pi[:, :-1]).clamp_min(torch.finfo(p.dtype).tiny)
+    passes = torch.where(pi[:, :-1] >= 1.0, 1.0, passes)
+    slots = torch.arange(1, draft.num_slots + 1, device=p.device)
+    # passes[:, i] belongs to length i; shift so that column i - 1 decides length i, with pi itself at the row's end.
+    passes = torch.cat([passes[:, 1:], pi[:, -1:]], dim=1)[:, : draft.num_slots]
+    passes = torch.where(slots == draft.lengths[:, None], pi[:, 1:], passes)
+    passed = _within(draft) & noise.accepts(passes, torch.ones_like(passes))
+    num_accepted = torch.cat([torch.zeros_like(draft.lengths)[:, None], passed * slots], dim=1).amax(dim=1)
+    return _finish(draft, scores, p, num_accepted, pi.gather(1, num_accepted[:, None])[:, 0], noise)
+
+
+RULES: dict[str, Callable[..., Verdict]] = {
+    "match": match,
+    "coupled": match,
+    "rejection": rejection,
+    "block": block,
+}
+
+
+def verify(draft: Draft, target_logits: torch.Tensor, rule: str, noise: RoundNoise | None) -> Verdict:
+    """Decide a draft by one of the lossless rules.
+
+    Args:
+        draft: the drafted tokens and their law.
+        target_logits: [B, n + 1, V] the target's scores after all processors.
+        rule: "match", "coupled", "rejection" or "block".
+        noise: the round's noise; None decodes greedily (`match` and `coupled` only).
+
+    Raises:
+        ValueError: the rule cannot be exact for this draft.
+    """
+    if rule not in RULES:
+        raise ValueError(f"`rule` is {rule!r}; it must be one of {', '.join(map(repr, RULES))}.")
+    if rule in ("rejection", "block"):
+        if noise is None:
+            raise ValueError(f"`rule` {rule!r} samples and needs noise; greedy decoding is `rule='match'`.")
+        if draft.parents is not None:
+            raise ValueError(f"`rule` {rule!r} verifies chains; a tree needs `rule='match'` or `rule='coupled'`.")
+        if isinstance(draft.law, Sampled) and draft.law.shared_noise:
+            raise ValueError(
+                f"`rule` {rule!r} is biased for a draft that was drawn with the target's own noise; "
+                "draw it from the draft stream, or use `rule='coupled'`."
+            )
+    return RULES[rule](draft, target_logits, noise)
+
+
+def _within(draft: Draft) -> torch.Tensor:
+    """[B, n] True where a slot holds a drafted token."""
+    return torch.arange(draft.num_slots, device=draft.tokens.device) < draft.lengths[:, None]
+
+
+def _verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> Verdict:
+    """Pad the emitted tokens, and mark rows where an emitted token has no weight (NaN, or all -inf)."""
+    kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
+    chosen = weights.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    broken = (kept & (chosen.isnan() | (chosen == -torch.inf))).any(dim=1)
+    return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
+
+
+def _probabilities(draft: Draft, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """p [B, n + 1, V], and p and q of the drafted tokens [B, n]."""
+    p = scores.softmax(dim=-1)
+    tokens = draft.tokens.clamp_min(0)
+    p_drafted = p[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    if isinstance(draft.law, OneHot):
+        return p, p_drafted, torch.ones_like(p_drafted)
+    q, ids = draft.law.probs(p.dtype), draft.law.target_ids()
+    if ids is None:
+        q_drafted = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    else:
+        q_drafted = (q * (ids == tokens.unsqueeze(-1))).sum(dim=-1)
+    if draft.law.one_hot is not None:
+        q_drafted = q_drafted.masked_fill(draft.law.one_hot, 1.0)
+    return p, p_drafted, q_drafted
+
+
+def _residual_mass(draft: Draft, p: torch.Tensor, pi: torch.Tensor) -> torch.Tensor:
+    """[B, n] sum_x max(pi_i p_i(x) - q_i(x), 0), reading p by index where q lives on few tokens."""
+    p, pi = p[:, :-1], pi[:, :-1]
+    p_drafted = p.gather(-1, draft.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    one_hot = (pi * (1.0 - p_drafted)).clamp_min(0.0)  # all of q sits on d, where pi p(d) <= 1 = q(d)
+    if isinstance(draft.law, OneHot):
+        return one_hot
+    q, ids = draft.law.probs(p.dtype), draft.law.target_ids()
+    covered = p if ids is None else p.gather(-1, ids)
+    mass = (pi.unsqueeze(-1) * covered - q).clamp_min(0.0).sum(dim=-1)
+    if ids is not None:
+        mass = mass + (pi * (1.0 - covered.sum(dim=-1))).clamp_min(0.0)
+    return mass if draft.law.one_hot is None else torch.where(draft.law.one_hot, one_hot, mass)
+
+
+def _finish(
+    draft: Draft,
+    scores: torch.Tensor,
+    p: torch.Tensor,
+    num_accepted: torch.Tensor,
+    pi: torch.Tensor,
+    noise: RoundNoise,
+) -> Verdict:
+    """Emit the accepted tokens and one more: a bonus token from p, or one from the residual max(pi p - q, 0).
+
+    The residual of the one row that needs it is taken in fp64: where q is close to p, fp32 would lose the difference.
+    """
+    batch_size, vocab_size = scores.shape[0], scores.shape[-1]
+    row = num_accepted[:, None, None]
+    last_scores = scores.gather(1, row.expand(-1, 1, vocab_size))
+    all_accepted = num_accepted == draft.lengths
+    weights = last_scores
+    if draft.num_slots > 0:
+        slot = num_accepted.clamp_max(draft.num_slots - 1)
+        residual = pi[:, None].double() * last_scores[:, 0].double().softmax(dim=-1)
+        token = draft.tokens.gather(1, slot[:, None]).clamp_min(0)
+        without_token = residual.scatter(1, token, 0.0)
+        if isinstance(draft.law, OneHot):
+            residual = without_token
+        else:
+            candidates = draft.law.logits.shape[-1]
+            pick = slot[:, None, None].expand(-1, 1, candidates)
+            q = draft.law.logits.gather(1, pick)[:, 0].double().softmax(dim=-1)
+            ids = draft.law.target_ids()
+            minus_q = residual - q if ids is None else residual.scatter_add(1, ids.gather(1, pick)[:, 0], -q)
+            if draft.law.one_hot is not None:
+                one_hot = draft.law.one_hot.gather(1, slot[:, None])
+                minus_q = torch.where(one_hot, without_token, minus_q)
+            residual = minus_q.clamp_min(0.0)
+        # Where p and q agree up to rounding a rejection has (almost) no residual left: draw from p then.
+        empty = residual.sum(dim=-1, keepdim=True) <= 0.0
+        residual = torch.where(empty, last_scores[:, 0].double(), residual.log()).to(scores.dtype)
+        weights = torch.where(all_accepted[:, None, None], last_scores, residual[:, None])
+    stream = torch.where(all_accepted, BONUS, RESIDUAL)[:, None]
+    emitted = noise.choose(stream, weights)  # [B, 1]
+    drafted = torch.cat([draft.tokens, draft.tokens.new_full((batch_size, 1), -1)], dim=1)
+    tokens = drafted.scatter(1, num_accepted[:, None], emitted)
+    kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
+    chosen = weights[:, 0].gather(1, emitted)
+    broken = (chosen.isnan() | (chosen == -torch.inf))[:, 0]
+    return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
+
+
+def _depths(parents: torch.Tensor) -> torch.Tensor:
+    """[B, n] depth of each node, the root's children at 1."""
+    depths = torch.ones_like(parents)
+    for i in range(parents.shape[1]):
+        parent = parents[:, i]
+        depths[:, i] = torch.where(parent < 0, 1, 1 + depths.gather(1, parent.clamp_min(0)[:, None])[:, 0])
+    return depths
+
+
+def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: torch.Tensor) -> Verdict:
+    """Follow the target's choices down the tree."""
+    batch_size, num_nodes = draft.tokens.shape
+    nodes = torch.arange(num_nodes, device=draft.tokens.device)
+    node = draft.lengths.new_full((batch_size,), -1)
+    going = torch.ones_like(node, dtype=torch.bool)
+    num_accepted = torch.zeros_like(node)
+    path = draft.tokens.new_full((batch_size, num_nodes), -1)
+    tokens = draft.tokens.new_full((batch_size, num_nodes + 1), -1)
+    weights = scores.new_zeros(batch_size, num_nodes + 1)
+    for step in range(num_nodes + 1):
+        row = (node + 1)[:, None]
+        choice = choices.gather(1, row)
+        tokens[:, step] = torch.where(going, choice[:, 0], -1)
+        chosen = scores.gather(1, row.unsqueeze(-1).expand(-1, 1, scores.shape[-1]))[:, 0].gather(1, choice)[:, 0]
+        weights[:, step] = torch.where(going, chosen, 0.0)
+        if step == num_nodes:
+            break
+        child = _within(draft) & (parents == node[:, None]) & (draft.tokens == choice)
+        going = going & child.any(dim=1)
+        node = torch.where(going, torch.where(child, nodes, num_nodes).amin(dim=1), node)
+        path[:, step] = torch.where(going, node, -1)
+        num_accepted += going.long()
+    broken = (weights.isnan() | (weights == -torch.inf)).any(dim=1)
+    return Verdict(
+        num_accepted.masked_fill(broken, -1),
+        tokens.masked_fill(broken[:, None], -1),
+        path.masked_fill(broken[:, None], -1),
+    )
