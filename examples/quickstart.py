@@ -19,8 +19,6 @@ from hf_specdec.demo import load_small_target
 MAX_NEW_TOKENS = 128
 
 CODE = """\
-import math
-
 def distance(x1, y1, x2, y2):
     dx = x2 - x1
     dy = y2 - y1
@@ -32,8 +30,8 @@ def midpoint(x1, y1, x2, y2):
     return mx, my
 """
 PROMPTS = {
-    "A free question": "Explain in a few sentences why the sky is blue.",
-    "A code edit": f"Add a function `manhattan` to this code:\n\n```python\n{CODE}```",
+    "A free question": "What makes bread rise? Explain it to a child.",
+    "A code edit": f"Add a function `slope` to this code:\n\n```python\n{CODE}```",
 }
 
 

@@ -153,9 +153,7 @@ def verification(target: Language, propose: Propose, rule: Rule, texts: list[Tex
     return verify(draft, scores, rule, noise)
 
 
-def emitted_law(
-    target: Language, propose: Propose, rule: Rule, num_tokens: int, rounds: int = 2
-) -> dict[Text, float]:
+def emitted_law(target: Language, propose: Propose, rule: Rule, num_tokens: int, rounds: int = 2) -> dict[Text, float]:
     """The probability of each text, cut at `num_tokens`, after some rounds from the empty text."""
     law = {(): 1.0}
     for _ in range(rounds):

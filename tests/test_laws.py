@@ -5,7 +5,6 @@ Every check also meets controls that it must reject, so that a check which sees 
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ from hf_specdec.verification import (
     TARGET,
     Draft,
     Noise,
-    OneHot,
     RoundNoise,
     Sampled,
     Verdict,
@@ -154,15 +152,14 @@ DRAFTERS = [
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.__name__.strip("_"))
 @pytest.mark.parametrize("rule", SAMPLING_RULES)
 def test_two_rounds_emit_exactly_the_targets_law(rule, drafter, vocab_size, num_slots):
-    for seed in range(2):
+    for seed in range(1 if vocab_size == 4 else 3):
         target = random_language(vocab_size, seed)
         propose = drafter(random_language(vocab_size, 100 + seed), vocab_size, num_slots)
         # 2 (num_slots + 1) is the longest text of two rounds; the bound keeps 4 tokens x 3 slots affordable.
         assert has_the_targets_law(target, propose, rule, min(2 * num_slots + 2, 6 if vocab_size == 4 else 8))
 
 
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
-def test_lengths_of_every_kind_occur_in_the_enumeration(rule):
+def test_lengths_of_every_kind_occur_in_the_enumeration():
     found = set()
     propose = _length_decided_by_the_text(random_language(3, 100), 3, 3)
     for text in [(), (0,), (1,), (2,), (0, 1), (2, 2)]:
@@ -356,7 +353,7 @@ def test_control_a_law_that_the_token_was_not_drawn_from_is_rejected(rule):
     assert has_the_targets_law(target, greedy_drafter(constant_language(*q), 1), rule, num_tokens=2)
 
 
-def _peeks_at_the_first_token(target: Language, q: Language) -> Propose:
+def _peeks_at_the_first_token(q: Language) -> Propose:
     """Keeps two tokens if the first is 0 and none otherwise: the length looks at the token it decides on."""
     drafter = chain_drafter(q, 2)
 
@@ -373,7 +370,7 @@ def test_control_a_length_that_peeks_at_the_token_it_decides_on_is_rejected(rule
     # The appendix of the DSpark paper: confidences (.8, .9 or 0 by the first token), throughputs (1, .5, .45) give
     # length 2 or 0, and the first token the law (.85, .15) instead of (.7, .3).
     target, q = constant_language(0.7, 0.3), constant_language(0.5, 0.5)
-    propose = _peeks_at_the_first_token(target, q)
+    propose = _peeks_at_the_first_token(q)
     law = emitted_law(target, propose, rule, num_tokens=1)
     if rule == "rejection":
         assert law == pytest.approx({(0,): 0.85, (1,): 0.15})
@@ -383,7 +380,7 @@ def test_control_a_length_that_peeks_at_the_token_it_decides_on_is_rejected(rule
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
 def test_a_length_that_peeks_is_harmless_under_match(rule):
-    propose = _peeks_at_the_first_token(constant_language(0.7, 0.3), constant_language(0.5, 0.5))
+    propose = _peeks_at_the_first_token(constant_language(0.5, 0.5))
     assert has_the_targets_law(constant_language(0.7, 0.3), propose, rule, num_tokens=4)
 
 
@@ -476,18 +473,17 @@ def test_control_undeclared_drafts_from_the_targets_noise_are_rejected_under_blo
     assert not looks_like_the_targets_law(target, propose, "block", num_tokens=3)
 
 
-@pytest.mark.parametrize("propose", [_all_computed, partial(_drawn_with_the_targets_noise, declared=True)])
-def test_plain_text_and_drafted_text_share_one_law_under_coupled(propose):
+@pytest.mark.parametrize("shares_noise", [True, False])
+def test_plain_text_and_drafted_text_share_one_law_under_coupled(shares_noise):
     target, q = random_language(3, 5, dtype=torch.float32), random_language(3, 6, dtype=torch.float32)
-    propose = _drawn_with_the_targets_noise(q, 2, declared=True) if isinstance(propose, partial) else propose(q, 3, 2)
+    propose = _drawn_with_the_targets_noise(q, 2, declared=True) if shares_noise else greedy_drafter(q, 2)
     noise = Noise.from_seed(2024, 20_000, CPU)
     texts = emitted_texts(target, propose, "coupled", noise, 3)
     plain = emitted_texts(target, lambda texts, noise: Draft.empty(len(texts), CPU), "match", noise, 3)
-    assert bool((texts == plain).all())
+    assert torch.equal(texts, plain)
     assert chi_square_p_value(_numbers(texts, target), text_probabilities(target, 3)) > SURELY_WRONG
 
 
-def test_one_hot_draft_is_accepted_by_match_with_the_targets_probability():
+def test_match_accepts_a_computed_token_with_the_targets_probability():
     target, q = constant_language(0.5, 0.3, 0.2), constant_language(0.2, 0.7, 0.1)
     assert expected_accepted(target, greedy_drafter(q, 1), "match") == pytest.approx(0.3, abs=EXACT)
-    assert OneHot() == OneHot()

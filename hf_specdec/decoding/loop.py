@@ -66,7 +66,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         stats: filled in.
     """
     draft, draft_time = Draft.empty(len(rows), rows.ids.device), 0.0
-    began = perf_counter()
+    started = began = perf_counter()
     logits, signals = call.target.prefill()
     while True:
         raw_logits = call.recorder.keep_logits(logits)
@@ -98,6 +98,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         stats.draft_time += draft_time
         logits, signals = call.target.verify(rows, draft)
     call.publisher.end()
+    stats.host_time = perf_counter() - started - stats.draft_time - stats.verify_time
 
 
 def row_budgets(rows: Rows, call: Call) -> list[int]:

@@ -194,10 +194,10 @@ _WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
 
 
 def _reduce_as(cls: type) -> Callable:
-    """Pickle an enabled model as an object of its own class."""
+    """Pickle and copy an enabled model as an object of its own class."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
-        return (function, tuple(cls if argument is type(self) else argument for argument in arguments), *rest)
+        _, _, *state = super(type(self), self).__reduce_ex__(protocol)
+        return (object.__new__, (cls,), *state)
 
     return __reduce_ex__

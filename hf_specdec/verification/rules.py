@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from .laws import Draft, OneHot, Sampled, Verdict
-from .noise import BONUS, RESIDUAL, TARGET, RoundNoise
+from .noise import BONUS, RESIDUAL, SLOT_BITS, TARGET, RoundNoise
 
 
 def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
@@ -58,7 +58,12 @@ def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     the same drafts it accepts at least as many tokens as `rejection`.
     """
     p, p_drafted, q_drafted = _probabilities(draft, scores)
-    ratios = torch.where(_within(draft), p_drafted / q_drafted.clamp_min(torch.finfo(p.dtype).tiny), 1.0)
+    ratios = p_drafted / q_drafted.clamp_min(torch.finfo(p.dtype).tiny)
+    # A row that holds NaN ends the block before it, so that getting there is decided without it, and marked at the end.
+    lengths = (_within(draft) & ~ratios.isnan()).long().cumprod(dim=1).sum(dim=1)
+    slots = torch.arange(1, draft.num_slots + 1, device=p.device)
+    within = slots <= lengths[:, None]
+    ratios = torch.where(within, ratios, 1.0)
     pi = [torch.ones_like(p[:, 0, 0])]
     for i in range(draft.num_slots):
         pi.append((pi[-1] * ratios[:, i]).clamp_max(1.0))
@@ -67,11 +72,10 @@ def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     mass = _residual_mass(draft, p, pi)  # [B, n], mass[:, i] is Z_i; Z_0 decides nothing
     passes = mass / (mass + 1.0 - pi[:, :-1]).clamp_min(torch.finfo(p.dtype).tiny)
     passes = torch.where(pi[:, :-1] >= 1.0, 1.0, passes)
-    slots = torch.arange(1, draft.num_slots + 1, device=p.device)
     # passes[:, i] belongs to length i; shift so that column i - 1 decides length i, with pi itself at the row's end.
     passes = torch.cat([passes[:, 1:], pi[:, -1:]], dim=1)[:, : draft.num_slots]
-    passes = torch.where(slots == draft.lengths[:, None], pi[:, 1:], passes)
-    passed = _within(draft) & noise.accepts(passes, torch.ones_like(passes))
+    passes = torch.where(slots == lengths[:, None], pi[:, 1:], passes)
+    passed = within & noise.accepts(passes, torch.ones_like(passes))
     num_accepted = torch.cat([torch.zeros_like(draft.lengths)[:, None], passed * slots], dim=1).amax(dim=1)
     return _finish(draft, scores, p, num_accepted, pi.gather(1, num_accepted[:, None])[:, 0], noise)
 
@@ -108,6 +112,13 @@ def verify(draft: Draft, target_logits: torch.Tensor, rule: str, noise: RoundNoi
                 f"`rule` {rule!r} is biased for a draft that was drawn with the target's own noise; "
                 "draw it from the draft stream, or use `rule='coupled'`."
             )
+        if draft.num_slots > 1 << SLOT_BITS:
+            raise ValueError(
+                f"`rule` {rule!r} has noise for {1 << SLOT_BITS} drafted tokens a verification and the draft holds "
+                f"{draft.num_slots}; draft fewer."
+            )
+        # In half precision p itself would be off by up to a percent, and the emitted law with it.
+        target_logits = target_logits.to(torch.promote_types(target_logits.dtype, torch.float32))
     return RULES[rule](draft, target_logits, noise)
 
 
@@ -117,10 +128,10 @@ def _within(draft: Draft) -> torch.Tensor:
 
 
 def _verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> Verdict:
-    """Pad the emitted tokens, and mark rows where an emitted token has no weight (NaN, or all -inf)."""
+    """Pad the emitted tokens, and mark rows where an emitted token has no finite weight (NaN, +inf, or all -inf)."""
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    broken = (kept & (chosen.isnan() | (chosen == -torch.inf))).any(dim=1)
+    broken = (kept & ~chosen.isfinite()).any(dim=1)
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
 
 
@@ -200,7 +211,7 @@ def _finish(
     tokens = drafted.scatter(1, num_accepted[:, None], emitted)
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights[:, 0].gather(1, emitted)
-    broken = (chosen.isnan() | (chosen == -torch.inf))[:, 0]
+    broken = ~chosen.isfinite()[:, 0]
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
 
 
@@ -236,7 +247,7 @@ def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: to
         node = torch.where(going, torch.where(child, nodes, num_nodes).amin(dim=1), node)
         path[:, step] = torch.where(going, node, -1)
         num_accepted += going.long()
-    broken = (weights.isnan() | (weights == -torch.inf)).any(dim=1)
+    broken = ~weights.isfinite().all(dim=1)
     return Verdict(
         num_accepted.masked_fill(broken, -1),
         tokens.masked_fill(broken[:, None], -1),

@@ -1,0 +1,201 @@
+"""Bad input: one clear sentence that names it, before any forward pass, and nothing half-done."""
+
+import copy
+
+import pytest
+import torch
+from scripted import ScriptedDrafter
+from tiny import perturbed, prompts, tiny_encoder_decoder, tiny_target
+from transformers import DynamicCache
+
+import hf_specdec
+from hf_specdec import AutoDrafter, SpecConfig, SpecGenerate
+from hf_specdec.drafters.draft_model import DraftModelDrafter
+
+
+@pytest.fixture
+def no_forward(monkeypatch):
+    """Fail where a model runs."""
+
+    def forward(*args, **kwargs):
+        raise AssertionError("a forward pass ran before the refusal")
+
+    for model in (tiny_target("llama"), tiny_target("qwen3")):
+        monkeypatch.setattr(model, "forward", _with_signature(forward, model.forward))
+
+
+def _with_signature(function, like):
+    import functools
+
+    return functools.wraps(like)(function)
+
+
+def refuse(match, model=None, drafter=None, inputs=None, **options):
+    model = model or tiny_target("llama")
+    drafter = drafter or AutoDrafter.for_target(model, "lookup")
+    inputs = inputs or prompts([6])
+    with pytest.raises(ValueError, match=match) as error:
+        model.generate(**inputs, max_new_tokens=8, assistant_model=drafter, **options)
+    assert drafter.last_stats is None
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "`num_beams` is 2"),
+        ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight` is 0.5"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` is 3"),
+        ({"use_cache": False}, "`use_cache` is False"),
+        ({"cache_implementation": "static"}, "`cache_implementation` is 'static'"),
+        ({"num_assistant_tokens": -1}, "`num_assistant_tokens` is -1"),
+        ({"num_assistant_tokens": 2.5}, "`num_assistant_tokens` is 2.5"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states`"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions`"),
+        ({"cache": DynamicCache()}, "`cache` is a DynamicCache"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_generate_options_that_are_not_served(no_forward, options, match):
+    refuse(match, **options)
+
+
+def test_input_embeddings(no_forward):
+    model = tiny_target("llama")
+    refuse("`inputs_embeds`", inputs={"inputs_embeds": model.get_input_embeddings()(prompts([4])["input_ids"])})
+
+
+def test_scores_of_a_batch(no_forward):
+    refuse("`output_scores` with 2 rows", inputs=prompts([6, 4]), output_scores=True, return_dict_in_generate=True)
+
+
+def test_a_list_of_seeds_of_another_length(no_forward):
+    drafter = AutoDrafter.for_target(tiny_target("llama"), "none", seed=[1, 2])
+    refuse("`seed` lists 2 seeds for 3 rows", drafter=drafter, inputs=prompts([6, 4, 4]), do_sample=True)
+
+
+def test_a_drafter_that_was_never_bound(no_forward):
+    refuse("not bound", drafter=ScriptedDrafter([[1]]))
+
+
+def test_a_drafter_of_another_target(no_forward):
+    message = refuse("another target", drafter=AutoDrafter.for_target(tiny_target("qwen3"), "lookup"))
+    assert "Qwen3ForCausalLM" in message and "LlamaForCausalLM" in message
+
+
+def test_a_draft_model_of_another_vocabulary():
+    drafter = DraftModelDrafter(tiny_target("llama", vocab_size=40))
+    with pytest.raises(ValueError, match="vocabulary of 40 and the target one of 97"):
+        drafter.bind(tiny_target("llama"))
+    refuse("not bound", drafter=drafter)
+
+
+def test_a_draft_model_with_other_special_tokens():
+    model = perturbed(tiny_target("llama"), 0.1)
+    model.config = copy.deepcopy(model.config)
+    model.config.eos_token_id = 5
+    with pytest.raises(ValueError, match="eos_token_id is 5"):
+        DraftModelDrafter(model).bind(tiny_target("llama"))
+
+
+def test_an_encoder_decoder_target():
+    model = tiny_encoder_decoder()
+    refuse("T5ForConditionalGeneration is not served by drafters yet: it is an encoder-decoder", model=model)
+
+
+def test_an_assistant_tokenizer(no_forward):
+    refuse("`assistant_tokenizer`", assistant_tokenizer=object(), tokenizer=object())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rule": "best"}, "`rule` is 'best'.*'rejection'"),
+        ({"num_draft_tokens": -1}, "`num_draft_tokens` is -1"),
+        ({"num_draft_tokens": "many"}, "`num_draft_tokens` is 'many'"),
+        ({"num_draft_tokens": True}, "`num_draft_tokens` is True"),
+        ({"draft_sampling": "beam"}, "`draft_sampling` is 'beam'"),
+        ({"governor": "on"}, "`governor` is 'on'"),
+        ({"kernels": "triton"}, "`kernels` is 'triton'"),
+        ({"effort": 2}, "`effort` is 2"),
+        ({"schedule": "lagged"}, "`schedule` is 'lagged'.*no confidence schedules"),
+        ({"tree": [1, 2]}, "`tree`"),
+        ({"lenience": 1.5}, "`lenience` is 1.5"),
+        ({"seed": "x"}, "`seed` is 'x'"),
+        ({"seed": []}, "`seed` is \\[\\]"),
+        ({"colour": 1}, "unknown option 'colour'"),
+    ],
+    ids=str,
+)
+def test_options_of_a_config_and_of_a_drafter(options, match):
+    with pytest.raises(ValueError, match=match):
+        SpecConfig().with_options(**options)
+    with pytest.raises(ValueError, match=match):
+        AutoDrafter.for_target(tiny_target("llama"), "lookup", **options)
+
+
+@pytest.mark.parametrize("options", [{"min_ngram": 0}, {"max_ngram": 1}, {"max_candidates": 0}], ids=str)
+def test_options_of_lookup(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        AutoDrafter.for_target(tiny_target("llama"), "lookup", **options)
+
+
+def test_an_unknown_method_lists_the_known_ones():
+    with pytest.raises(ValueError, match="`method` is 'medusa'.*'lookup', 'none'"):
+        AutoDrafter.for_target(tiny_target("llama"), "medusa")
+
+
+def test_a_target_that_is_no_model():
+    with pytest.raises(ValueError, match="`target` is a str"):
+        AutoDrafter.for_target("gpt2", "lookup")
+
+
+def test_a_config_file_that_is_none(tmp_path):
+    for content, match in (("{", "not JSON"), ("[1]", "list"), ('{"colour": 1}', "unknown option 'colour'")):
+        (tmp_path / "spec.json").write_text(content)
+        with pytest.raises(ValueError, match=match):
+            SpecConfig.from_file(tmp_path / "spec.json")
+    (tmp_path / "spec.json").write_text('{"rule": "block", "num_draft_tokens": 3}')
+    assert SpecConfig.from_file(tmp_path / "spec.json") == SpecConfig(rule="block", num_draft_tokens=3)
+
+
+def test_scores_that_leave_nothing_to_choose_raise_and_leave_no_statistics():
+    model, inputs = tiny_target("llama"), prompts([6])
+
+    def forbid_everything(ids, scores):
+        return scores.fill_(-torch.inf) if ids.shape[1] == 9 else scores
+
+    for sampling in (False, True):
+        drafter = AutoDrafter.for_target(model, "lookup", seed=1)
+        with pytest.raises(ValueError, match="row 0 at column 9 are NaN or forbid every token"):
+            model.generate(
+                **inputs,
+                max_new_tokens=8,
+                do_sample=sampling,
+                assistant_model=drafter,
+                logits_processor=[forbid_everything],
+            )
+        assert drafter.last_stats is None
+
+
+def test_spec_generate_refuses_what_generate_refuses(no_forward):
+    model, inputs = tiny_target("llama"), prompts([6])
+    with pytest.raises(ValueError, match="`drafter` is a int"):
+        SpecGenerate(3)
+    with pytest.raises(ValueError, match="`assistant_ensemble_weight`"):
+        model.generate(
+            **inputs,
+            custom_generate=SpecGenerate(AutoDrafter.for_target(model, "lookup")),
+            assistant_ensemble_weight=0.5,
+            max_new_tokens=4,
+        )
+
+
+def test_a_refused_call_leaves_the_next_one_alone():
+    model, inputs = tiny_target("llama"), prompts([6])
+    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    refuse("`num_beams`", num_beams=3)
+    drafter = AutoDrafter.for_target(model, "lookup")
+    found = model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    assert torch.equal(found, expected)
+    assert hf_specdec.integration.is_installed()
