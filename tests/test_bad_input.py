@@ -141,7 +141,7 @@ def test_options_of_lookup(options):
 
 
 def test_an_unknown_method_lists_the_known_ones():
-    with pytest.raises(ValueError, match="`method` is 'medusa'.*'lookup', 'none'"):
+    with pytest.raises(ValueError, match=r"`method` is 'medusa'.*'lookup', 'none'"):
         AutoDrafter.for_target(tiny_target("llama"), "medusa")
 
 

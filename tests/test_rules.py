@@ -137,15 +137,13 @@ def test_every_tree_emits_the_plain_text(rule, vocab_size, num_nodes, seed):
         plain = plain_texts(target, same_noise(seed, 1), num_nodes + 1)[0].tolist()
     for length in range(num_nodes + 1):  # the nodes past it are padding
         past = torch.arange(num_nodes) >= length
-        draft = Draft(
-            torch.tensor(tokens).masked_fill(past, -1),
-            torch.full((len(trees),), length),
-            OneHot(),
-            parents=torch.tensor(parents).masked_fill(past, -1),
-        )
+        lengths = torch.full((len(trees),), length)
+        whole = Draft(torch.tensor(tokens), lengths, OneHot(), parents=torch.tensor(parents))
+        draft = replace(whole, tokens=whole.tokens.masked_fill(past, -1), parents=whole.parents.masked_fill(past, -1))
         padded = scores.clone()
         padded[:, length + 1 :] = torch.nan
         verdict = verify(draft, padded, rule, noise)
+        assert torch.equal(verdict.tokens, verify(whole, scores, rule, noise).tokens)
         for row, text in enumerate(emitted(verdict)):
             nodes = {text: node - 1 for node, text in enumerate(node_texts(parents[row], tokens[row])[: length + 1])}
             deepest = next(i for i in range(num_nodes + 1) if tuple(plain[: i + 1]) not in nodes)

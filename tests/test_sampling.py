@@ -116,8 +116,12 @@ LAW_OPTIONS = {"temperature": 1.4, "top_k": 4, "repetition_penalty": 1.2, "eos_t
 
 def joint_law(model, inputs) -> torch.Tensor:
     """[VOCAB ** TOKENS] probabilities of all continuations, by the same processors one position at a time."""
-    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+    from transformers import (
+        LogitsProcessorList,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+    )
 
     processors = LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.4), TopKLogitsWarper(4)]

@@ -51,7 +51,15 @@ def tiny_config(name: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedConfig:
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
         return GptOssConfig(**shape, **experts, head_dim=16, sliding_window=8, layer_types=[sliding, full])
     if name == "gpt2":
-        return GPT2Config(vocab_size=vocab_size, n_embd=64, n_layer=3, n_head=4, n_positions=512, tie_word_embeddings=False, **_SPECIAL)
+        return GPT2Config(
+            vocab_size=vocab_size,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_positions=512,
+            tie_word_embeddings=False,
+            **_SPECIAL,
+        )
     raise KeyError(name)
 
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-_FIRST_CAPACITY = 512
+_HEADROOM = 512  # slots beyond the prompt, so that most answers need no second allocation
 
 
 class RaggedCache(Cache):
@@ -77,7 +77,7 @@ class RaggedCache(Cache):
         """Make room for `num_slots` slots a row."""
         if num_slots <= self.capacity:
             return
-        self.capacity = max(num_slots, min(max(2 * self.capacity, _FIRST_CAPACITY), self.max_slots))
+        self.capacity = max(num_slots, min(max(num_slots + _HEADROOM, 2 * self.capacity), self.max_slots))
         for layer in self.layers:
             if isinstance(layer, RaggedLayer):
                 layer.grow(self.capacity)
@@ -144,9 +144,7 @@ class RaggedLayer(CacheLayerMixin):
         else:
             assert self.owner.offsets is not None
             rows = torch.arange(key_states.shape[0], device=self.keys.device)[:, None]
-            slots = self.owner.offsets.to(self.keys.device)[:, None] + torch.arange(
-                num_tokens, device=self.keys.device
-            )
+            slots = self.owner.offsets.to(self.keys.device)[:, None] + torch.arange(num_tokens, device=self.keys.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, :view], self.values[:, :, :view]

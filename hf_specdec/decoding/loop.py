@@ -73,7 +73,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         if call.processors.read_ids and draft.num_slots > 0:
             rows.place_draft(draft.tokens)
         scores = call.processors(logits, rows.processor_widths(), rows.ids)
-        noise = call.noise and RoundNoise(call.noise, rows.positions, stats.num_forwards)
+        noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
         verdict = verify(draft, scores, call.rule, noise)
         judged = [b for b, done in enumerate(rows.finished) if not done]
         rows.commit(draft, verdict, call.stops)
@@ -92,7 +92,9 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
             call.governor.observe(drafted, accepted, draft_time, verify_time)
         budget = row_budgets(rows, call)
         drafting = perf_counter()
-        draft = call.session.propose(budget, stats.num_forwards) if any(budget) else Draft.empty(len(rows), rows.ids.device)
+        draft = Draft.empty(len(rows), rows.ids.device)
+        if any(budget):
+            draft = call.session.propose(budget, stats.num_forwards)
         began = perf_counter()
         draft_time = began - drafting
         stats.draft_time += draft_time

@@ -69,12 +69,10 @@ class RaggedModel:
             chunked = getattr(self.config, "attention_chunk_size", None) is not None
             kinds = ["sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"]
         self.kinds = [kind for kind in ATTENTION_LAYERS if kind in kinds]
-        self.chunk_starts = None
-        if "chunked_attention" in self.kinds:
-            # transformers counts chunks from the first token of the text, not from the first column.
-            self.chunk_starts = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-            if self.padding is not None:
-                self.chunk_starts = self.padding.sum(dim=-1, keepdim=True)
+        # transformers counts chunks from the first token of the text, not from the first column.
+        self.chunk_starts = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+        if self.padding is not None:
+            self.chunk_starts = self.padding.sum(dim=-1, keepdim=True)
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Run a left-padded text of one width; [B, 1, V] logits of the next token.
@@ -137,9 +135,7 @@ class RaggedModel:
         masks = {kind: self._form(self._limit(kind, visible, queries, keys)) for kind in self.kinds}
         return masks if len(masks) > 1 else masks[self.kinds[0]]
 
-    def _limit(
-        self, kind: str, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
+    def _limit(self, kind: str, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         if kind == "sliding_attention":
             return visible & (queries[..., None] - keys < self.config.sliding_window)
         if kind == "chunked_attention":

@@ -64,8 +64,9 @@ class Rows:
         return [(widest if done else width) + slot for width, done in zip(self.widths, self.finished, strict=True)]
 
     def last_tokens(self, num_tokens: int = 1) -> torch.Tensor:
-        """[B, num_tokens] the last tokens of each row."""
-        return self.ids.gather(1, self.lengths[:, None] + (self._columns[:num_tokens] - num_tokens))
+        """[B, num_tokens] the last tokens of each row; a shorter row repeats its first one in front."""
+        columns = self.lengths[:, None] + (self._columns[:num_tokens] - num_tokens)
+        return self.ids.gather(1, columns.clamp_min(0))
 
     def place_draft(self, tokens: torch.Tensor) -> None:
         """Write drafted tokens [B, n] into the scratch columns, where processors look for them."""

@@ -52,8 +52,11 @@ class Stops:
             open_rows = [b for b in range(len(widths)) if kept[b] is None and widths[b] < width <= ends[b]]
             if not open_rows:
                 continue
-            stopped = torch.stack([criterion(ids[:, :width], None) for criterion in self.criteria]).any(dim=0).tolist()
+            stopped = torch.zeros(len(widths), dtype=torch.bool, device=ids.device)
+            for criterion in self.criteria:  # they may answer with one value for all rows
+                stopped = stopped | criterion(ids[:, :width], None)
+            ended = stopped.tolist()
             for b in open_rows:
-                if stopped[b]:
+                if ended[b]:
                     kept[b] = width - widths[b]
         return kept

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from .base import Drafter
 
@@ -116,7 +116,7 @@ class AutoDrafter:
         cls,
         name_or_path: str | Path,
         *,
-        target: nn.Module,
+        target: PreTrainedModel,
         revision: str | None = None,
         subfolder: str = "",
         token: str | bool | None = None,
@@ -139,8 +139,7 @@ class AutoDrafter:
             OSError: the repository is not to be had.
         """
         _check_is_target(target)
-        where = dict(revision=revision, subfolder=subfolder, token=token, local_files_only=local_files_only)
-        repository = Repository.read(_fetch(name_or_path, **where))
+        repository = Repository.read(_fetch(name_or_path, revision, subfolder, token, local_files_only))
         detected = _detect(repository, name_or_path)
         load = methods()[detected.method].from_repository
         assert load is not None  # a method that detects also loads
@@ -149,7 +148,7 @@ class AutoDrafter:
         return load(repository, target=target, dtype=dtype, device=device, **overrides).bind(target)
 
     @classmethod
-    def for_target(cls, target: nn.Module, method: str, **options: Any) -> Drafter:
+    def for_target(cls, target: PreTrainedModel, method: str, **options: Any) -> Drafter:
         """A drafter that needs nothing but the target: "lookup", or "none" for plain decoding.
 
         Args:
@@ -164,7 +163,9 @@ class AutoDrafter:
                 f"`method` is {method!r}; drafters that live in a target are {', '.join(map(repr, sorted(known)))}. "
                 "Drafters with weights of their own are loaded by AutoDrafter.from_pretrained."
             )
-        return known[method].for_target(target, **options)
+        build = known[method].for_target
+        assert build is not None
+        return build(target, **options)
 
     @classmethod
     def detect(
@@ -181,8 +182,9 @@ class AutoDrafter:
         Raises:
             ValueError: no method does; the sentence lists what was found.
         """
-        where = dict(revision=revision, subfolder=subfolder, token=token, local_files_only=local_files_only)
-        return _detect(Repository.read(_fetch(name_or_path, **where)), name_or_path)
+        return _detect(
+            Repository.read(_fetch(name_or_path, revision, subfolder, token, local_files_only)), name_or_path
+        )
 
 
 def _detect(repository: Repository, name: str | Path) -> DrafterFormat:
@@ -205,12 +207,22 @@ def _fetch(
     folder = Path(name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
 
         prefix = f"{subfolder}/" if subfolder else ""
         where = dict(revision=revision, token=token, local_files_only=local_files_only)
 
         def download(*patterns: str) -> Path:
-            return Path(snapshot_download(str(name_or_path), allow_patterns=[prefix + p for p in patterns], **where))
+            try:
+                wanted = [prefix + pattern for pattern in patterns]
+                return Path(snapshot_download(str(name_or_path), allow_patterns=wanted, **where))
+            except HFValidationError as error:
+                raise ValueError(
+                    f"`name_or_path` is {str(name_or_path)!r}, which is neither a folder nor a repository 'org/name'."
+                ) from error
+            except OSError as error:
+                at = f" at revision {revision!r}" if revision else ""
+                raise OSError(f"{name_or_path}{at} is not to be had: {error}") from error
 
         folder = download(*_CONFIG_FILES, "*.safetensors")
         if not any((folder / subfolder).glob("*.safetensors")):
@@ -222,15 +234,23 @@ def _fetch(
 
 
 def _tensor_names(file: Path) -> frozenset[str]:
-    """Names in the header of a safetensors file (8 bytes of little-endian length, then JSON)."""
+    """Names in the header of a safetensors file (8 bytes of little-endian length, JSON, then the tensors' bytes)."""
     with file.open("rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         header = stream.read(length) if 0 < length <= _MAX_HEADER_BYTES else b""
     try:
-        return frozenset(json.loads(header)) - {"__metadata__"}
-    except ValueError as error:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"{file} is not a readable safetensors file (truncated or corrupt).") from error
+    if file.stat().st_size != end:
+        raise ValueError(
+            f"{file} is not a readable safetensors file (truncated or corrupt): it has {file.stat().st_size} bytes and "
+            f"its header speaks of {end}."
+        )
+    return frozenset(tensors)
 
 
 def _check_is_target(target: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..config import SpecConfig
 from ..metrics import SpecStats
@@ -147,7 +147,7 @@ class Drafter(nn.Module, ABC):
         self.last_stats: SpecStats | None = None
         self._bound_to: tuple | None = None
 
-    def bind(self, target: nn.Module) -> Drafter:
+    def bind(self, target: PreTrainedModel) -> Drafter:
         """Check that this drafter can draft for `target`, and copy the ids that must agree.
 
         Raises:
@@ -160,7 +160,7 @@ class Drafter(nn.Module, ABC):
         self._bound_to = target_fingerprint(target)
         return self
 
-    def check_bound_to(self, target: nn.Module) -> None:
+    def check_bound_to(self, target: PreTrainedModel) -> None:
         """Refuse to draft for a target of another shape than the one of `bind`."""
         if self._bound_to is None:
             raise ValueError(f"this {self.method!r} drafter is not bound to a target; call drafter.bind(model) first.")
@@ -186,7 +186,7 @@ class Drafter(nn.Module, ABC):
         parameter = next(self.parameters(), None)
         return None if parameter is None else parameter.dtype
 
-    def check_target(self, target: nn.Module) -> None:  # noqa: B027 - most methods without weights take any target
+    def check_target(self, target: PreTrainedModel) -> None:
         """Raise a ValueError where this drafter cannot serve `target`."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class Drafter(nn.Module, ABC):
         """A session for one generate call."""
 
 
-def target_fingerprint(target: nn.Module) -> tuple:
+def target_fingerprint(target: PreTrainedModel) -> tuple:
     """What must not change between `bind` and use: class, vocabulary, hidden size, layers."""
     config = target.config.get_text_config()
     return (

@@ -16,9 +16,9 @@ from transformers.generation import CandidateGenerator
 from ..decoding.processors import BlockProcessors
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
-from ..drafters.base import Drafter, DraftRequest
-from ..verification import Draft, Noise, Sampled, Verdict
-from .generate import num_draft_tokens, resolve
+from ..drafters.base import Drafter
+from ..verification import Draft, Sampled, Verdict
+from .generate import call_noise, draft_request, num_draft_tokens, resolve
 
 
 class DrafterCandidates(CandidateGenerator):
@@ -53,25 +53,9 @@ class DrafterCandidates(CandidateGenerator):
         self.stops = Stops(self.max_width, ())
         self.rounds = 0
         config = resolve(drafter, generation_config)
-        noise = None
-        if generation_config.do_sample:
-            seed = config.seed if isinstance(config.seed, int) else int(torch.randint(2**63 - 1, ()))
-            noise = Noise.from_seed(seed, 1, input_ids.device)
+        noise, _ = call_noise(config, generation_config, input_ids)
         processors = BlockProcessors(logits_processor)
-        self.session = drafter.start(
-            DraftRequest(
-                rows=self.rows,
-                attention_mask=None,
-                embedding=model.get_input_embeddings(),
-                head=model.get_output_embeddings(),
-                process=lambda scores, slot: processors(scores, self.rows.processor_widths(slot), self.rows.ids),
-                processors_read_ids=processors.read_ids,
-                config=config,
-                vocab_size=model.config.get_text_config().vocab_size,
-                noise=noise,
-                max_columns=columns,
-            )
-        )
+        self.session = drafter.start(draft_request(model, self.rows, None, processors, config, noise, columns))
         self.draft = Draft.empty(1, input_ids.device)
 
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, StoppingCriteriaList
@@ -20,7 +20,7 @@ from .generate import check_call, generate
 _originals: dict[str, Callable] = {}
 
 
-def is_drafter(assistant_model: Any) -> bool:
+def is_drafter(assistant_model: Any) -> TypeGuard[Drafter]:
     """Whether an `assistant_model` argument is a drafter of ours."""
     return getattr(type(assistant_model), "__hf_specdec__", False) is True
 

@@ -65,7 +65,7 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
         raise ValueError("`use_cache` is False; speculative decoding needs the cache, leave it on.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
-            f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it unset."
+            f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it out."
         )
     for option in ("output_attentions", "output_hidden_states"):
         if getattr(config, option, None) and config.return_dict_in_generate:
@@ -87,9 +87,7 @@ def check_inputs(
         raise ValueError("`input_ids` is empty; give at least one token.")
     cache = kwargs.get("cache")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or not isinstance(cache, DynamicCache)):
-        raise ValueError(
-            f"`cache` is a {type(cache).__name__} of yours; a drafter brings its own cache, leave it out."
-        )
+        raise ValueError(f"`cache` is a {type(cache).__name__} of yours; a drafter brings its own cache, leave it out.")
     for name in _GROWING_INPUTS:
         if kwargs.get(name) is not None:
             raise ValueError(f"`{name}` is not served with a drafter yet; leave it out.")
@@ -137,10 +135,7 @@ def generate(
     rows = Rows(input_ids, attention_mask, max_columns, 0 if pad_token is None else int(pad_token))
     processors = BlockProcessors(logits_processor)
     target = RaggedTarget(model, input_ids, generation_config, model_kwargs, drafter.signals, max_columns)
-    noise, seed = None, None
-    if generation_config.do_sample:
-        seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
-        noise = Noise.from_seed(seed, batch_size, input_ids.device)
+    noise, seed = call_noise(config, generation_config, input_ids)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
         rule=config.rule,
@@ -149,18 +144,7 @@ def generate(
         rollback=target.rollback,
         seed=seed,
     )
-    request = DraftRequest(
-        rows=rows,
-        attention_mask=attention_mask,
-        embedding=model.get_input_embeddings(),
-        head=model.get_output_embeddings(),
-        process=lambda scores, slot: processors(scores, rows.processor_widths(slot), rows.ids),
-        processors_read_ids=processors.read_ids,
-        config=config,
-        vocab_size=model.config.get_text_config().vocab_size,
-        noise=noise,
-        max_columns=max_columns,
-    )
+    request = draft_request(model, rows, attention_mask, processors, config, noise, max_columns)
     returns_dict = generation_config.return_dict_in_generate
     call = Call(
         target=target,
@@ -194,6 +178,40 @@ def generate(
     )
     output.specdec = stats
     return output
+
+
+def draft_request(
+    model: PreTrainedModel,
+    rows: Rows,
+    attention_mask: torch.Tensor | None,
+    processors: BlockProcessors,
+    config: SpecConfig,
+    noise: Noise | None,
+    max_columns: int,
+) -> DraftRequest:
+    """What a session is told about the call; the arguments are those of DraftRequest."""
+    return DraftRequest(
+        rows=rows,
+        attention_mask=attention_mask,
+        embedding=model.get_input_embeddings(),
+        head=model.get_output_embeddings(),
+        process=lambda scores, slot: processors(scores, rows.processor_widths(slot), rows.ids),
+        processors_read_ids=processors.read_ids,
+        config=config,
+        vocab_size=model.config.get_text_config().vocab_size,
+        noise=noise,
+        max_columns=max_columns,
+    )
+
+
+def call_noise(
+    config: SpecConfig, generation_config: GenerationConfig, input_ids: torch.Tensor
+) -> tuple[Noise | None, int | list[int] | None]:
+    """The noise of a sampling call and its seed, drawn from torch's generator where none is given."""
+    if not generation_config.do_sample:
+        return None, None
+    seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
+    return Noise.from_seed(seed, input_ids.shape[0], input_ids.device), seed
 
 
 def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig:

@@ -88,5 +88,7 @@ class RaggedTarget:
         constants = {k: v for k, v in prepared.items() if k not in _PREPARED and v is not None}
         growing = sorted(name for name, value in constants.items() if isinstance(value, torch.Tensor))
         if growing:
-            raise ValueError(f"{type(self.model).__name__} wants `{growing[0]}` at every step, which is not served yet.")
+            raise ValueError(
+                f"{type(self.model).__name__} wants `{growing[0]}` at every step, which is not served yet."
+            )
         return constants

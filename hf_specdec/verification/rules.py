@@ -63,11 +63,10 @@ def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     lengths = (_within(draft) & ~ratios.isnan()).long().cumprod(dim=1).sum(dim=1)
     slots = torch.arange(1, draft.num_slots + 1, device=p.device)
     within = slots <= lengths[:, None]
-    ratios = torch.where(within, ratios, 1.0)
-    pi = [torch.ones_like(p[:, 0, 0])]
+    running = [torch.ones_like(p[:, 0, 0])]
     for i in range(draft.num_slots):
-        pi.append((pi[-1] * ratios[:, i]).clamp_max(1.0))
-    pi = torch.stack(pi, dim=1)  # [B, n + 1], pi[:, i] after i accepted tokens
+        running.append((running[-1] * ratios[:, i]).clamp_max(1.0))
+    pi = torch.stack(running, dim=1)  # [B, n + 1], pi[:, i] after i accepted tokens
 
     mass = _residual_mass(draft, p, pi)  # [B, n], mass[:, i] is Z_i; Z_0 decides nothing
     passes = mass / (mass + 1.0 - pi[:, :-1]).clamp_min(torch.finfo(p.dtype).tiny)

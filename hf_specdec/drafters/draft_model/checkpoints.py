@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,9 +24,8 @@ _HEAD_FIELDS = ("eagle_config", "dflash_config", "draft_vocab_size", "speculator
 
 def detect(repository: Repository) -> DrafterFormat | None:
     """A causal language model of transformers, with an embedding and without any tensor of a drafter head."""
-    architectures = repository.config.get("architectures") or []
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if len(architectures) != 1 or architectures[0] not in known:
+    architectures = repository.config.get("architectures")
+    if architectures not in [[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]:
         return None
     if any(field in repository.config for field in _HEAD_FIELDS):
         return None
@@ -44,7 +42,7 @@ def detect(repository: Repository) -> DrafterFormat | None:
 
 
 def load(
-    repository: Repository, *, target: nn.Module, dtype: torch.dtype, device: torch.device | str, **overrides: Any
+    repository: Repository, *, target: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, **overrides: Any
 ) -> DraftModelDrafter:
     """Load the model.
 
@@ -55,13 +53,20 @@ def load(
     drafter_options = DraftModelDrafter.check_options(overrides)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            repository.path, dtype=dtype, local_files_only=True, output_loading_info=True
+            repository.path,
+            dtype=dtype,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
         )
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{repository.path} does not load as {repository.config['architectures'][0]}: {error}") from error
+    except Exception as error:  # unpicklers and validators raise all kinds
+        raise ValueError(
+            f"{repository.path} does not load as {repository.config['architectures'][0]}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(problem):
-            names = ", ".join(sorted(str(key) for key in info[problem])[:5])
+            names = ", ".join(sorted(map(_described, info[problem]))[:5])
             raise ValueError(
                 f"{repository.path} is not a complete {type(model).__name__}: {problem.replace('_keys', '')} "
                 f"tensors {names}. Found {repository.describe()}."
@@ -69,12 +74,17 @@ def load(
     return DraftModelDrafter(model.to(device), **drafter_options)
 
 
+def _described(key: str | tuple) -> str:
+    """A tensor's name, with its shapes where they are the problem."""
+    return key if isinstance(key, str) else f"{key[0]} {list(key[1])} (the model's is {list(key[2])})"
+
+
 def check_same_tokenizer(drafter_folder: Path, target: PreTrainedModel) -> None:
     """Refuse a draft model whose tokenizer is another one, where both tokenizers are at hand."""
     ours, theirs = _vocabulary(drafter_folder), _vocabulary(_target_folder(target))
     if ours is None or theirs is None or ours == theirs:
         return
-    differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)))
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     raise ValueError(
         f"the draft model in {drafter_folder} has another tokenizer than the target: {len(differing)} tokens differ "
         f"(for example {differing[0]!r}). Take a draft model of the target's own family."

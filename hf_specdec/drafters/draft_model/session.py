@@ -47,7 +47,7 @@ class DraftModelDrafter(Drafter):
         SpecConfig().with_options(**options)
         return options
 
-    def check_target(self, target: nn.Module) -> None:
+    def check_target(self, target: PreTrainedModel) -> None:
         ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
         difference = abs(ours.vocab_size - theirs.vocab_size)
         if difference > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours.vocab_size, theirs.vocab_size)):
@@ -133,7 +133,7 @@ class DraftModelSession(DraftSession):
         """Run the text so far in one forward. Nothing has been drafted yet, so the unfinished rows are in step."""
         request, device = self.request, self.model.device
         width = max(self.rows.widths)
-        ids = self.rows.ids[:, :width].to(device)
+        ids = self._known(self.rows.ids[:, :width])
         columns = torch.arange(width, device=device)
         mask = columns >= self.padding[:, None]
         prompt_mask = None if request.attention_mask is None else request.attention_mask.to(device)
@@ -146,7 +146,12 @@ class DraftModelSession(DraftSession):
         offsets = torch.tensor(host_offsets, device=device)
         columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
         positions = (columns - self.padding[:, None]).clamp_min(0)
-        return self.ragged.forward(tokens.to(device), offsets, host_offsets, positions).logits
+        return self.ragged.forward(self._known(tokens), offsets, host_offsets, positions).logits
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens on the draft model's device. An id beyond its vocabulary, which only the target's padding has,
+        becomes its last one."""
+        return tokens.to(self.model.device).clamp_max(self.model.config.get_text_config().vocab_size - 1)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, 1, V] fp32 logits on the target's device, over the target's vocabulary."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ...verification import Draft, OneHot
 from ..base import Drafter, DraftRequest, DraftSession
@@ -39,7 +39,7 @@ class LookupDrafter(Drafter):
         self.min_ngram, self.max_ngram, self.max_candidates = min_ngram, max_ngram, max_candidates
 
     @classmethod
-    def for_target(cls, target: nn.Module, **options: Any) -> Drafter:
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Drafter:
         return cls(**options).bind(target)
 
     def start(self, request: DraftRequest) -> DraftSession:
@@ -92,8 +92,7 @@ class NgramIndex:
         if len(text) < size:
             return []
         ends = self.ends.get(tuple(text[-size:]), [])[-self.max_candidates :]
-        # sorted() is stable, so equal agreement leaves the most recent first
-        return [end + 1 for end in sorted(reversed(ends), key=self._agreement, reverse=True)]
+        return [end + 1 for end in sorted(ends, key=lambda end: (self._agreement(end), end), reverse=True)]
 
     def continuation(self, length: int) -> list[int]:
         """The `length` tokens after the best candidate, [] where there is none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from ...verification import Draft
 from ..base import Drafter, DraftRequest, DraftSession
@@ -21,7 +21,7 @@ class NoDrafter(Drafter):
     default_num_draft_tokens = 0
 
     @classmethod
-    def for_target(cls, target: nn.Module, **options: Any) -> Drafter:
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Drafter:
         return cls(**options).bind(target)
 
     def start(self, request: DraftRequest) -> DraftSession:

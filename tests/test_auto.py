@@ -1,0 +1,491 @@
+"""A repository is loaded as what it is, from wherever it is, or refused with a sentence that says what was found."""
+
+import json
+import re
+import shutil
+import socket
+import struct
+from functools import cache
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_greedy import plain, speculative
+from tiny import EOS, VOCAB_SIZE, prompts, tiny_config, tiny_encoder_decoder, tiny_target
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+from hf_specdec import AutoDrafter, DrafterFormat
+from hf_specdec.drafters.draft_model import DraftModelDrafter
+
+COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
+
+
+def save_tokenizer(folder: Path, size: int = VOCAB_SIZE, swapped: bool = False) -> None:
+    vocabulary = {f"token{i}": i for i in range(size)}
+    if swapped:
+        vocabulary["token5"], vocabulary["token6"] = 6, 5
+    Tokenizer(models.WordLevel(vocabulary, unk_token="token0")).save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A tiny qwen3 as save_pretrained writes it. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("saved") / "draft"
+    tiny_target("qwen3", seed=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    return shutil.copytree(saved, tmp_path / "draft")
+
+
+@pytest.fixture
+def target():
+    return tiny_target("llama")
+
+
+@cache
+def expected_text():
+    model, inputs = tiny_target("llama"), prompts([9, 4])
+    return inputs, plain(model, inputs)
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **fields) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(fields)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def refusal(folder: Path, target, error=ValueError, **options) -> str:
+    with pytest.raises(error) as caught:
+        AutoDrafter.from_pretrained(folder, target=target, **options)
+    return str(caught.value)
+
+
+def assert_drafts(drafter, target) -> None:
+    """It drafts for the target, and the text is the target's own."""
+    inputs, expected = expected_text()
+    assert torch.equal(speculative(target, inputs, drafter), expected)
+    assert drafter.last_stats.num_drafted > 0
+
+
+# What loads
+
+
+def test_a_causal_language_model_is_a_draft_model(saved, target):
+    detected = AutoDrafter.detect(saved)
+    assert isinstance(detected, DrafterFormat)
+    assert detected.method == "draft_model"
+    assert "Qwen3ForCausalLM" in detected.reason
+    drafter = AutoDrafter.from_pretrained(saved, target=target)
+    assert isinstance(drafter, DraftModelDrafter)
+    original = tiny_target("qwen3", seed=1).state_dict()
+    for name, tensor in drafter.model.state_dict().items():
+        assert torch.equal(tensor, original[name]), name
+    assert_drafts(drafter, target)
+
+
+def test_a_path_may_be_a_string(saved, target):
+    assert AutoDrafter.detect(str(saved)) == AutoDrafter.detect(saved)
+    AutoDrafter.from_pretrained(str(saved), target=target)
+
+
+def test_options_reach_the_config_of_the_drafter(saved, target):
+    drafter = AutoDrafter.from_pretrained(saved, target=target, num_draft_tokens=3, rule="block", seed=7)
+    assert (drafter.spec_config.num_draft_tokens, drafter.spec_config.rule, drafter.spec_config.seed) == (3, "block", 7)
+
+
+def test_a_subfolder_is_searched_instead_of_the_folder(folder, target):
+    assert AutoDrafter.detect(folder.parent, subfolder="draft").method == "draft_model"
+    assert_drafts(AutoDrafter.from_pretrained(folder.parent, subfolder="draft", target=target), target)
+    assert "`subfolder` is 'elsewhere'" in refusal(folder.parent, target, subfolder="elsewhere")
+
+
+def test_shards_with_an_index_are_one_model(tmp_path, target):
+    tiny_target("qwen3", seed=1).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    assert_drafts(AutoDrafter.from_pretrained(tmp_path, target=target), target)
+    next(tmp_path.glob("model-00002-*")).unlink()
+    assert "model-00002" in refusal(tmp_path, target)
+
+
+def test_a_repository_with_bin_files_only_loads(folder, target):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert AutoDrafter.detect(folder).method == "draft_model"
+    assert_drafts(AutoDrafter.from_pretrained(folder, target=target), target)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02K\x05."], ids=["empty", "no pickle", "a pickled number"])
+def test_a_broken_bin_file_is_refused_by_name(folder, target, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    assert "does not load as Qwen3ForCausalLM" in refusal(folder, target)
+
+
+def test_weights_come_in_the_targets_dtype_and_on_its_device(saved, target):
+    drafter = AutoDrafter.from_pretrained(saved, target=target)
+    assert (drafter.dtype, drafter.device) == (torch.float32, target.device)
+    half = AutoModelForCausalLM.from_config(tiny_config("llama")).to(torch.bfloat16)
+    assert AutoDrafter.from_pretrained(saved, target=half).dtype == torch.bfloat16
+    assert AutoDrafter.from_pretrained(saved, target=half, dtype=torch.float16).dtype == torch.float16
+    assert AutoDrafter.from_pretrained(saved, target=half, device="cpu").device == torch.device("cpu")
+
+
+def test_code_in_a_repository_is_never_run(folder, target):
+    marker = folder / "was_run"
+    (folder / "modeling.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"})
+    AutoDrafter.detect(folder)
+    AutoDrafter.from_pretrained(folder, target=target)
+    assert not marker.exists()
+
+
+# The Hub's cache
+
+
+@pytest.fixture
+def hub(saved, tmp_path, monkeypatch) -> Path:
+    """A cache with two revisions of org/draft, and no network."""
+
+    def no_network(*args, **kwargs):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--draft"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in (("main", COMMIT), ("older", OTHER_COMMIT)):
+        (repository / "refs" / name).write_text(commit)
+        shutil.copytree(saved, repository / "snapshots" / commit)
+    (repository / "blobs").mkdir()
+    weights = repository / "snapshots" / COMMIT / "model.safetensors"
+    weights.rename(repository / "blobs" / "0123")  # as in a real cache, files are links
+    weights.symlink_to(repository / "blobs" / "0123")
+    change_config(repository / "snapshots" / OTHER_COMMIT, architectures=["SomethingElse"])
+    shutil.copytree(saved, repository / "snapshots" / OTHER_COMMIT / "small")
+    return repository
+
+
+def test_a_cached_repository_loads_without_a_network(hub, target):
+    assert AutoDrafter.detect("org/draft", local_files_only=True).method == "draft_model"
+    drafter = AutoDrafter.from_pretrained("org/draft", target=target, local_files_only=True)
+    assert_drafts(drafter, target)
+
+
+def test_a_revision_is_the_one_that_was_asked_for(hub, target):
+    for revision in ("main", COMMIT):
+        AutoDrafter.from_pretrained("org/draft", target=target, revision=revision, local_files_only=True)
+    for revision in ("older", OTHER_COMMIT):
+        message = refusal("org/draft", target, revision=revision, local_files_only=True)
+        assert "SomethingElse" in message
+        where = {"revision": revision, "subfolder": "small", "local_files_only": True}
+        assert AutoDrafter.detect("org/draft", **where).method == "draft_model"
+        AutoDrafter.from_pretrained("org/draft", target=target, **where)
+
+
+def test_a_revision_or_repository_that_is_not_there_is_named(hub, target):
+    message = refusal("org/draft", target, OSError, revision="v9", local_files_only=True)
+    assert "org/draft at revision 'v9'" in message
+    assert "org/another" in refusal("org/another", target, OSError, local_files_only=True)
+    message = refusal("org/draft", target, subfolder="small", local_files_only=True)
+    assert "`subfolder` is 'small'" in message
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/nowhere/at/all"])
+def test_a_path_that_is_not_there_is_refused_as_one(hub, target, name):
+    message = refusal(name, target, local_files_only=True)
+    assert repr(name) in message and "neither a folder nor a repository" in message
+
+
+# What does not load
+
+
+def test_an_unknown_format_is_refused_with_all_that_was_found(tmp_path, target):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["UnheardOf"], "model_type": "unheard_of"}))
+    (tmp_path / "README.md").write_text("hello")
+    save_file({f"layers.{i}.weight": torch.zeros(2) for i in range(7)}, tmp_path / "draft.safetensors")
+    message = refusal(tmp_path, target)
+    for found in ("UnheardOf", "unheard_of", "README.md", "draft.safetensors", "layers.0.weight", "(7 in all)"):
+        assert found in message
+    with pytest.raises(ValueError, match="no known drafter format"):
+        AutoDrafter.detect(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path, target):
+    assert "files: none; config: none; tensors: none" in refusal(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["fc.weight", "d2t", "t2d", "midlayer.self_attn.q_proj.weight", "model.fc.weight", "enorm.weight", "hnorm.weight"],
+)
+def test_a_head_that_calls_itself_a_language_model_is_not_taken_for_one(folder, target, tensor):
+    change_tensors(folder, lambda tensors: tensors.update({tensor: torch.zeros(4, 4)}))
+    assert "no known drafter format" in refusal(folder, target)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"draft_vocab_size": 32},
+        {"eagle_config": {}},
+        {"dflash_config": {}},
+        {"speculators_model_type": "eagle3"},
+        {"markov_rank": 4},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_config_of_a_head_is_not_taken_for_a_language_models(folder, target, field):
+    change_config(folder, **field)
+    assert "no known drafter format" in refusal(folder, target)
+
+
+def test_a_head_in_bin_files_is_refused_for_the_tensors_that_it_lacks(folder, target):
+    """Nothing of it can be seen before it is loaded: the config is a whole model's."""
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if "layers.0." in name or "embed" in name
+    }
+    (folder / "model.safetensors").unlink()
+    torch.save({**tensors, "fc.weight": torch.zeros(64, 128)}, folder / "pytorch_model.bin")
+    message = refusal(folder, target)
+    assert "not a complete Qwen3ForCausalLM: missing tensors" in message
+
+
+@pytest.mark.parametrize("size", [0, 5, 60, 2_000, 100_000, -1])
+def test_a_truncated_safetensors_file_is_refused_by_name(folder, target, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    message = refusal(folder, target)
+    assert "model.safetensors is not a readable safetensors file (truncated or corrupt)" in message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2**62) + b"{}",
+        struct.pack("<Q", 5) + b"[1,2]",
+        struct.pack("<Q", 1) + b"7",
+        struct.pack("<Q", 8) + b'{"a": 1}',
+        struct.pack("<Q", 4) + b"\xff\xff\xff\xff",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+    ],
+    ids=["a huge header", "a list", "a number", "no tensor", "no text", "a pointer of git lfs"],
+)
+def test_a_corrupt_safetensors_file_is_refused_by_name(folder, target, content):
+    (folder / "model.safetensors").write_bytes(content)
+    message = refusal(folder, target)
+    assert "model.safetensors is not a readable safetensors file (truncated or corrupt)" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"null", b'"config"', b"\xff\xfe{}"])
+def test_a_config_that_is_no_json_object_is_refused_by_name(folder, target, content):
+    (folder / "config.json").write_bytes(content)
+    assert "config.json" in refusal(folder, target)
+
+
+@pytest.mark.parametrize("architectures", [None, [], 5, "Qwen3ForCausalLM", [["a"]], [None], ["A", "B"], {}])
+def test_architectures_of_any_other_form_are_an_unknown_format(folder, target, architectures):
+    change_config(folder, architectures=architectures)
+    assert "no known drafter format" in refusal(folder, target)
+
+
+def test_a_folder_without_a_config_is_refused(folder, target):
+    (folder / "config.json").unlink()
+    message = refusal(folder, target)
+    assert "no known drafter format" in message and "config: none" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [({"vocab_size": "many"}, "vocab_size"), ({"model_type": "unheard_of"}, "unheard_of")],
+    ids=["a field", "the type"],
+)
+def test_a_config_that_transformers_refuses_is_named(folder, target, fields, found):
+    change_config(folder, **fields)
+    message = refusal(folder, target)
+    assert "does not load as Qwen3ForCausalLM" in message and found in message
+
+
+MISSING = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_missing_tensors_are_named(folder, target):
+    change_tensors(folder, lambda tensors: tensors.pop(MISSING))
+    assert f"not a complete Qwen3ForCausalLM: missing tensors {MISSING}." in refusal(folder, target)
+
+
+def test_surplus_tensors_are_named(folder, target):
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.9.gate": torch.zeros(2)}))
+    assert "unexpected tensors model.layers.9.gate." in refusal(folder, target)
+
+
+def test_tensors_of_the_wrong_shape_are_named_with_both_shapes(folder, target):
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+    assert "mismatched tensors model.norm.weight [3] (the model's is [64])." in refusal(folder, target)
+
+
+def test_a_model_that_cannot_roll_back_is_refused_as_a_draft_model(tmp_path, target):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}
+    Mamba2ForCausalLM(Mamba2Config(vocab_size=VOCAB_SIZE, eos_token_id=EOS, **shape)).save_pretrained(tmp_path)
+    assert "Mamba2ForCausalLM cannot be a draft model" in refusal(tmp_path, target)
+
+
+def test_an_encoder_decoder_is_no_draft_model(tmp_path, target):
+    tiny_encoder_decoder().save_pretrained(tmp_path)
+    assert "no known drafter format" in refusal(tmp_path, target)
+
+
+# Whether it fits
+
+
+def loaded_target(folder: Path, **options):
+    tiny_target("llama").save_pretrained(folder)
+    save_tokenizer(folder, **options)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_same_tokenizer_is_accepted(folder, tmp_path):
+    target = loaded_target(tmp_path / "target")
+    save_tokenizer(folder)
+    assert_drafts(AutoDrafter.from_pretrained(folder, target=target), target)
+
+
+@pytest.mark.parametrize("difference", [{"swapped": True}, {"size": VOCAB_SIZE - 1}], ids=["swapped", "shorter"])
+def test_another_tokenizer_is_refused_with_a_token_that_differs(folder, tmp_path, difference):
+    target = loaded_target(tmp_path / "target", **difference)
+    save_tokenizer(folder)
+    message = refusal(folder, target)
+    assert "another tokenizer" in message and re.search(r"for example 'token(5|6|96)'", message)
+
+
+def test_another_tokenizer_is_refused_before_weights_are_read(folder, tmp_path, monkeypatch):
+    target = loaded_target(tmp_path / "target", swapped=True)
+    save_tokenizer(folder)
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were read")
+    )
+    assert "another tokenizer" in refusal(folder, target)
+
+
+def test_the_tokenizer_of_a_cached_target_is_found(folder, hub, monkeypatch):
+    save_tokenizer(folder)
+    save_tokenizer(hub / "snapshots" / COMMIT, swapped=True)
+    target = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    target.name_or_path = "org/draft"
+    assert "another tokenizer" in refusal(folder, target)
+    save_tokenizer(hub / "snapshots" / COMMIT)
+    AutoDrafter.from_pretrained(folder, target=target)
+
+
+def test_where_a_tokenizer_is_not_at_hand_nothing_is_compared(folder, target, tmp_path):
+    save_tokenizer(folder)
+    AutoDrafter.from_pretrained(folder, target=target)
+    (folder / "tokenizer.json").unlink()
+    AutoDrafter.from_pretrained(folder, target=loaded_target(tmp_path / "target"))
+
+
+def padded_pair(draft_size: int, target_size: int):
+    """(target, draft model, prompts that hold the last ids of the target)."""
+    target = tiny_target("llama", vocab_size=target_size)
+    inputs = prompts([9, 5], vocab_size=target_size)
+    inputs["input_ids"][:, -4] = target_size - 1
+    inputs["input_ids"][0, 2] = target_size - 2
+    return target, tiny_target("qwen3", seed=1, vocab_size=draft_size), inputs
+
+
+PADDED = [(97, 99), (99, 97), (90, 99), (97, 97)]
+
+
+@pytest.mark.parametrize(("draft_size", "target_size"), PADDED)
+def test_vocabularies_that_differ_by_padding_are_exact_in_greedy_decoding(draft_size, target_size):
+    target, model, inputs = padded_pair(draft_size, target_size)
+    drafter = DraftModelDrafter(model, num_draft_tokens=3).bind(target)
+    assert drafter.config.vocab_size == target_size  # what pipelines compare with the target's
+    options = {"sequence_bias": {(target_size - 1,): 4.0}, "eos_token_id": None}  # the padding comes up in the text
+    expected = plain(target, inputs, **options)
+    assert (expected[:, 9:] == target_size - 1).any()
+    assert torch.equal(speculative(target, inputs, drafter, **options), expected)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+@pytest.mark.parametrize(("draft_size", "target_size"), PADDED)
+def test_vocabularies_that_differ_by_padding_are_exact_in_sampling(draft_size, target_size, rule):
+    target, model, inputs = padded_pair(draft_size, target_size)
+    options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "sequence_bias": {(target_size - 1,): 4.0}}
+    plainly = AutoDrafter.for_target(target, "none", seed=5)
+    expected = speculative(target, inputs, plainly, **options)
+    assert (expected[:, 9:] == target_size - 1).any()
+    drafter = DraftModelDrafter(model, num_draft_tokens=3, seed=5, rule=rule).bind(target)
+    assert torch.equal(speculative(target, inputs, drafter, **options), expected)
+    for sampled in ("rejection", "block"):  # no reference for these; they must run
+        drafter = DraftModelDrafter(model, num_draft_tokens=3, seed=5, rule=sampled).bind(target)
+        assert speculative(target, inputs, drafter, **options).shape == expected.shape
+
+
+@pytest.mark.parametrize("size", [60, 140])
+def test_a_vocabulary_of_another_size_is_refused_with_both_sizes(tmp_path, target, size):
+    tiny_target("qwen3", vocab_size=size).save_pretrained(tmp_path)
+    message = refusal(tmp_path, target)
+    assert f"vocabulary of {size}" in message and str(VOCAB_SIZE) in message
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
+def test_special_tokens_that_differ_are_refused_by_name(folder, target, name):
+    change_config(folder, **{name: 33})
+    message = refusal(folder, target)
+    assert f"{name} is 33" in message and str(getattr(target.config, name)) in message
+
+
+def test_one_eos_token_in_common_is_enough(folder, target):
+    change_config(folder, eos_token_id=[EOS, 33])
+    AutoDrafter.from_pretrained(folder, target=target)
+
+
+def test_unknown_options_are_refused_before_weights_are_read(saved, target, monkeypatch):
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were read")
+    )
+    assert "unknown option 'draft_tokens'" in refusal(saved, target, draft_tokens=3)
+    assert "`rule` is 'fast'" in refusal(saved, target, rule="fast")
+
+
+# The door itself
+
+
+def test_a_target_that_is_no_model_is_refused(saved):
+    assert "`target` is a str" in refusal(saved, "org/target")
+    with pytest.raises(ValueError, match="`target` is a Linear"):
+        AutoDrafter.for_target(torch.nn.Linear(2, 2), "lookup")
+
+
+def test_drafters_that_need_no_weights_live_in_the_target(target):
+    for method in ("none", "lookup"):
+        drafter = AutoDrafter.for_target(target, method, seed=3)
+        assert drafter.method == method and drafter.spec_config.seed == 3
+        assert drafter.config.vocab_size == VOCAB_SIZE and drafter.config.eos_token_id == EOS
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", ""])
+def test_a_method_that_needs_weights_is_not_built_for_a_target(target, method):
+    with pytest.raises(ValueError, match="are 'lookup', 'none'"):
+        AutoDrafter.for_target(target, method)
+
+
+def test_the_door_has_no_instances():
+    with pytest.raises(TypeError, match="AutoDrafter has no instances"):
+        AutoDrafter()
