@@ -5,6 +5,7 @@ drafting. bf16 is where a verification of many tokens costs little; fp32 is wher
 part repeats the comparison there, greedy and sampling. Takes a minute or two on two CPU cores, after one download.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Difference:
 def main() -> None:
     """Print everything."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    cores = os.cpu_count() or 1
+    if load_average > cores:
+        print(f"Other work keeps this machine busy (load {load_average:.1f} on {cores} cores): distrust the speeds.")
     show_speed(device)
     show_equality(device)
 

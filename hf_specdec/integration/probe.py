@@ -63,10 +63,11 @@ def measure(model: PreTrainedModel) -> tuple[float, float]:
         steps.append(output.logits[:, -1].float())
     expected = torch.stack(steps, dim=1)  # [2, steps + 1, V] after each column from width - 1 on
     whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    noise = (whole[:, width - 1 :].float() - expected).abs().amax(dim=-1)
+    noise = _distance(whole[:, width - 1 :].float(), expected)
 
     ragged = RaggedModel(model, mask[:, :width], 2, width + 2 * _STEPS)
-    found = [(ragged.prefill(ids[:, :width], mask[:, :width], positions[:, :width])[:, -1].float(), expected[:, 0])]
+    logits = ragged.prefill(ids[:, :width], mask[:, :width], positions[:, :width]).float()
+    errors = [[_distance(logits[b], expected[b, :1])] for b in range(2)]
     wrong = (ids[:, width : width + _STEPS] + 1) % vocab_size
     right = torch.arange(_STEPS, device=device) < torch.tensor(_ACCEPTED, device=device)[:, None]
     first = torch.where(right, ids[:, width : width + _STEPS], wrong)
@@ -81,11 +82,17 @@ def measure(model: PreTrainedModel) -> tuple[float, float]:
         logits = ragged.forward(tokens, offsets, host_offsets, positions[rows, width + taken]).logits.float()
         valid = [min(a, tokens.shape[1]) if max(accepted) == 0 else tokens.shape[1] for a in _ACCEPTED]
         for b, n in enumerate(valid):
-            found.append((logits[b, :n], expected[b, 1 + accepted[b] : 1 + accepted[b] + n]))
-    errors = torch.cat([(ours - theirs).abs().amax(dim=-1).flatten() for ours, theirs in found])
+            errors[b].append(_distance(logits[b, :n], expected[b, 1 + accepted[b] : 1 + accepted[b] + n]))
+    by_row = [torch.cat(row) for row in errors]
     spread = expected.std()
     if model.dtype in (torch.float32, torch.float64):
-        error, noise_level, floor = errors.max(), noise.max(), 1e-3
-    else:  # rounding may send single tokens to other experts; a wrong mask or position moves most of them
-        error, noise_level, floor = errors.median(), noise.median(), 0.2
+        error, noise_level, floor = max(row.max() for row in by_row), noise.max(), 1e-3
+    else:  # rounding may send single tokens to other experts; a wrong mask or position moves most of a row's
+        error, noise_level = max(row.median() for row in by_row), noise.median(dim=1).values.max()
+        floor = 0.2
     return float(error / spread), max(floor, 8 * float(noise_level / spread))
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """[..., m] largest difference of each position's logits [..., m, V]."""
+    return (ours - theirs).abs().amax(dim=-1)

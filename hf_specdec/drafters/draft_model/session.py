@@ -86,6 +86,8 @@ class DraftModelSession(DraftSession):
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
         rows, process, num_tokens = self.rows, self.request.process, max(budget)
         noise = RoundNoise(self.request.noise, rows.positions, verification) if self.request.noise else None
+        # Everything that comes from the host is made here: later it would wait for the forwards in flight.
+        lengths = torch.tensor(list(budget), device=rows.ids.device)
         tokens: list[torch.Tensor] = []
         law_logits: list[torch.Tensor] = []
         logits = self._catch_up()
@@ -101,9 +103,8 @@ class DraftModelSession(DraftSession):
                 break
             if self.request.processors_read_ids:
                 rows.place_draft(torch.cat(tokens, dim=1))
-            logits = self._forward(tokens[-1], [width + slot for width in rows.widths])
+            logits = self._forward(tokens[-1], rows.lengths + slot, [width + slot for width in rows.widths])
         self.num_drafted = num_tokens
-        lengths = torch.tensor(list(budget), device=rows.ids.device)
         drafted = torch.cat(tokens, dim=1)
         past = torch.arange(num_tokens, device=drafted.device) >= lengths[:, None]
         law = Sampled(torch.cat(law_logits, dim=1), shared_noise=self.shared_noise) if law_logits else OneHot()
@@ -125,7 +126,8 @@ class DraftModelSession(DraftSession):
         else:
             # Rows that miss less run some of their text again, which writes the same values.
             missing = max(w - v for w, v, done in zip(rows.widths, self.valid, rows.finished, strict=True) if not done)
-            logits = self._forward(rows.last_tokens(missing), [max(width - missing, 0) for width in rows.widths])
+            host_offsets = [max(width - missing, 0) for width in rows.widths]
+            logits = self._forward(rows.last_tokens(missing), (rows.lengths - missing).clamp_min(0), host_offsets)
         self.valid = list(rows.widths)
         return logits[:, -1:]
 
@@ -140,10 +142,10 @@ class DraftModelSession(DraftSession):
         self.ragged = RaggedModel(self.model, prompt_mask, ids.shape[0], request.max_columns)
         return self.ragged.prefill(ids, mask.long(), (columns - self.padding[:, None]).clamp_min(0))
 
-    def _forward(self, tokens: torch.Tensor, host_offsets: list[int]) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, offsets: torch.Tensor, host_offsets: list[int]) -> torch.Tensor:
         assert self.ragged is not None
         device = self.model.device
-        offsets = torch.tensor(host_offsets, device=device)
+        offsets = offsets.to(device)
         columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
         positions = (columns - self.padding[:, None]).clamp_min(0)
         return self.ragged.forward(self._known(tokens), offsets, host_offsets, positions).logits
