@@ -10,6 +10,7 @@ Importing the package lets `generate` take drafters (`install()`); HF_SPECDEC_NO
 """
 
 import os
+import warnings
 
 from .config import SpecConfig
 from .drafters import AutoDrafter, Drafter, DrafterFormat
@@ -30,4 +31,7 @@ __all__ = [
 ]
 
 if os.environ.get("HF_SPECDEC_NO_INSTALL", "0") in ("", "0"):
-    install()
+    try:
+        install()
+    except RuntimeError as error:  # the package stays importable, so that `hf-specdec env` can tell
+        warnings.warn(f"drafters are not installed in generate(): {error}", RuntimeWarning, stacklevel=2)

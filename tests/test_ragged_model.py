@@ -1,0 +1,499 @@
+"""Rows of different lengths share a forward and know nothing of each other; a model that gets that wrong is refused."""
+
+import gc
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedDrafter
+from test_greedy import coin, plain, speculative
+from tiny import PAD, TARGETS, VOCAB_SIZE, prompts, randomise, tiny_config, tiny_encoder_decoder, tiny_target
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Llama4TextConfig,
+    Mamba2Config,
+    MambaConfig,
+    Qwen3NextConfig,
+)
+
+from hf_specdec import AutoDrafter
+from hf_specdec.decoding.cache import RaggedCache
+from hf_specdec.decoding.ragged_model import RaggedModel, why_not_ragged
+from hf_specdec.integration import probe
+from hf_specdec.integration.probe import measure
+
+WINDOW = 8
+MODELS = (*TARGETS, "llama4")
+
+
+def build(config, seed=0, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, **options).float().eval()
+    randomise(model, seed)
+    return model
+
+
+def chunked_config():
+    """Llama 4: three layers that attend within chunks of 8 tokens, one that attends to everything."""
+    return Llama4TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=512,
+        attention_chunk_size=WINDOW,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=PAD,
+    )
+
+
+@cache
+def target(name: str, attention: str | None = None):
+    """A shared tiny model; `attention` forces a backend."""
+    if attention is None and name != "llama4":
+        return tiny_target(name)
+    config = chunked_config() if name == "llama4" else tiny_config(name)
+    return build(config, **({} if attention is None else {"attn_implementation": attention}))
+
+
+# The cache
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_cache_holds_what_was_written_last_at_every_slot(data):
+    """A prefill and blocks at random offsets, growing, against a plain table."""
+    batch, slots = data.draw(st.integers(1, 3)), 40
+    cache = RaggedCache(tiny_config("llama"), max_slots=data.draw(st.integers(1, slots + 10)))
+    table = torch.zeros(2, 3, batch, 2, slots + 10, 4)  # keys and values, layers
+    width = data.draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    blocks = [(None, width)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_specdec.decoding.cache._HEADROOM", 4)
+        for _ in range(data.draw(st.integers(0, 6))):
+            offsets = data.draw(st.lists(st.integers(0, slots - 5), min_size=batch, max_size=batch))
+            if data.draw(st.booleans()):
+                offsets = offsets[:1] * batch
+            blocks.append((offsets, data.draw(st.integers(1, 5))))
+        for offsets, count in blocks:
+            if offsets is not None:
+                if cache.offsets is None:
+                    cache.begin_rows()
+                cache.place(torch.tensor(offsets), offsets, count)
+            for layer in range(3):
+                new = torch.randn(2, batch, 2, count, 4, generator=generator)
+                for b in range(batch):
+                    first = 0 if offsets is None else offsets[b]
+                    table[:, layer, b, :, first : first + count] = new[:, b]
+                keys, values = cache.update(new[0], new[1], layer)
+                view = keys.shape[2]
+                assert view == cache.get_seq_length(layer) == (width if offsets is None else max(offsets) + count)
+                assert torch.equal(keys, table[0, layer, :, :, :view])
+                assert torch.equal(values, table[1, layer, :, :, :view])
+
+
+def test_memory_is_taken_as_the_rows_grow_and_never_beyond_the_most():
+    cache = RaggedCache(tiny_config("llama"), max_slots=3000)
+    keys = torch.randn(1, 2, 10, 4)
+    cache.update(keys, keys, 0)
+    cache.begin_rows()
+    capacities = []
+    for end in range(13, 3001):
+        cache.place(torch.tensor([end - 3]), [end - 3], 3)
+        cache.update(keys[:, :, :3], keys[:, :, :3], 0)
+        capacities.append(cache.layers[0].keys.shape[2])
+    assert all(end <= capacity <= 3000 for end, capacity in zip(range(13, 3001), capacities, strict=True))
+    assert capacities[0] < 1000
+    assert len(set(capacities)) < 6
+    assert torch.equal(cache.layers[0].keys[:, :, :10], keys)
+
+
+@pytest.mark.parametrize("width", [9, 600])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_text_may_outgrow_what_was_allocated(name, width, monkeypatch):
+    model, inputs = target(name), prompts([width, width // 2], seed=1)
+    expected = plain(model, inputs)
+    monkeypatch.setattr("hf_specdec.decoding.cache._HEADROOM", 8)
+    drafter = ScriptedDrafter(expected[:, width:].tolist(), right=coin, num_draft_tokens=5).bind(model)
+    assert torch.equal(speculative(model, inputs, drafter), expected)
+
+
+# Forwards over ragged rows
+
+
+def visible(kind: str, padding: int, query: int, key: int) -> bool:
+    """The reference of a mask: may the token of column `query` see column `key`?"""
+    if key > query or key < padding:
+        return False
+    if kind == "sliding":
+        return query - key < WINDOW
+    if kind == "chunked":
+        return (query - padding) // WINDOW == (key - padding) // WINDOW
+    return True
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("llama", ["full"]),
+        ("mistral", ["sliding"]),
+        ("gemma3", ["full", "sliding"]),
+        ("llama4", ["full", "chunked"]),
+    ],
+)
+def test_masks_know_padding_order_windows_and_chunks(name, kinds, attention):
+    model = target(name, attention)
+    mask = prompts([11, 4, 1])["attention_mask"]
+    ragged = RaggedModel(model, mask, 3, 60)
+    offsets = [12, 30, 17]
+    ragged.cache.place(torch.tensor(offsets), offsets, 4)
+    masks = ragged.masks(torch.tensor(offsets), 4)
+    masks = masks if isinstance(masks, dict) else {f"{kinds[0]}_attention": masks}
+    assert sorted(masks) == sorted(f"{kind}_attention" for kind in kinds)
+    for kind in kinds:
+        expected = torch.tensor(
+            [
+                [[visible(kind, 11 - length, offset + i, key) for key in range(34)] for i in range(4)]
+                for length, offset in zip([11, 4, 1], offsets, strict=True)
+            ]
+        )[:, None]
+        found = masks[f"{kind}_attention"]
+        if attention == "eager":
+            assert found.dtype == model.dtype and found[~expected].eq(torch.finfo(model.dtype).min).all()
+            found = found == 0.0
+        assert torch.equal(found, expected), kind
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_history_of_blocks_and_rollbacks_gives_the_logits_of_each_row_alone(name, attention):
+    if name == "gpt_oss" and attention == "sdpa":
+        attention = None  # its own default is eager
+    model = target(name, attention)
+    lengths, width, most = [11, 2, 6], 11, 60
+    generator = torch.Generator().manual_seed(7)
+    inputs = prompts(lengths, seed=7)
+    padding = torch.tensor([width - length for length in lengths])[:, None]
+    texts = torch.randint(3, VOCAB_SIZE, (3, most), generator=generator)  # columns, what will be right
+    texts[:, :width] = inputs["input_ids"]
+    with torch.no_grad():
+        alone = [model(texts[b : b + 1, width - length :]).logits[0] for b, length in enumerate(lengths)]
+    ragged = RaggedModel(model, inputs["attention_mask"], 3, most)
+    columns = torch.arange(most)
+    with torch.no_grad():
+        first = ragged.prefill(inputs["input_ids"], inputs["attention_mask"], (columns[:width] - padding).clamp_min(0))
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(first[b, -1], alone[b][length - 1], atol=2e-4, rtol=1e-4)
+    offsets = [width] * 3
+    while max(offsets) < most - 6:
+        count = int(torch.randint(1, 6, (1,), generator=generator))
+        right = torch.randint(0, count + 1, (3,), generator=generator).tolist()
+        where = torch.tensor(offsets)[:, None] + columns[:count]
+        tokens = texts.gather(1, where)
+        for b in range(3):
+            tokens[b, right[b] :] = (tokens[b, right[b] :] + 1) % VOCAB_SIZE  # rejected, to be written over
+        with torch.no_grad():
+            logits = ragged.forward(tokens, torch.tensor(offsets), offsets, where - padding).logits
+        for b, length in enumerate(lengths):
+            start = offsets[b] - (width - length)
+            expected = alone[b][start : start + right[b]]
+            torch.testing.assert_close(logits[b, : right[b]], expected, atol=2e-4, rtol=1e-4)
+        offsets = [offset + r for offset, r in zip(offsets, right, strict=True)]
+    assert min(offsets) > 2 * WINDOW
+
+
+@pytest.mark.parametrize("lengths", [[17], [17, 12, 3, 9]], ids=["one row", "ragged batch"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "eager"), ("gemma3", "eager"), ("mistral", "eager"), ("llama4", "eager"), ("llama4", None)],
+)
+def test_text_is_that_of_plain_generate_with_other_masks(name, attention, lengths):
+    model, inputs = target(name, attention), prompts(lengths)
+    expected = plain(model, inputs)
+    drafter = ScriptedDrafter(expected[:, 17:].tolist(), right=coin, num_draft_tokens=5).bind(model)
+    assert torch.equal(speculative(model, inputs, drafter), expected)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+def test_without_its_window_a_model_writes_another_text(name, monkeypatch):
+    """Negative control: the tests above do look beyond windows and chunks."""
+    model, inputs = target(name), prompts([17, 12])
+    expected = plain(model, inputs)
+    monkeypatch.setattr(probe, "check_ragged", lambda model: None)
+    monkeypatch.setattr("hf_specdec.integration.generate.check_ragged", lambda model: None)
+    monkeypatch.setattr(RaggedModel, "_limit", lambda self, kind, visible, queries, keys: visible)
+    drafter = ScriptedDrafter(expected[:, 17:].tolist(), right=coin, num_draft_tokens=5).bind(model)
+    assert not torch.equal(speculative(model, inputs, drafter), expected)
+
+
+# The next turn
+
+
+@pytest.mark.parametrize("lengths", [[13], [13, 6, 2]], ids=["one row", "batch"])
+@pytest.mark.parametrize("new_tokens", [3, 25])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_returned_cache_serves_plain_generate_in_the_next_turn(name, new_tokens, lengths):
+    model, inputs = target(name), prompts(lengths, seed=5)
+    options = {"max_new_tokens": new_tokens, "eos_token_id": None, "return_dict_in_generate": True}
+    theirs = plain(model, inputs, **options)
+    texts = theirs.sequences[:, 13:].tolist()
+    for right in (coin, lambda row, round: 1_000):
+        drafter = ScriptedDrafter(texts, right=right).bind(model)
+        ours = speculative(model, inputs, drafter, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert ours.cache.get_seq_length() == theirs.cache.get_seq_length() == 13 + new_tokens - 1
+        for our_layer, their_layer in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+            assert type(our_layer) is type(their_layer)
+            assert our_layer.get_seq_length() == their_layer.get_seq_length()
+            real = inputs["attention_mask"].bool()
+            if their_layer.keys.shape[2] < real.shape[1] or len(lengths) == 1:
+                real = None  # a window that has left the padding behind
+            for name_ in ("keys", "values"):
+                found, expected = getattr(our_layer, name_), getattr(their_layer, name_)
+                assert found.shape == expected.shape
+                if real is not None:  # what stands at padding is never looked at
+                    keep = torch.ones(found.shape[0], found.shape[2], dtype=torch.bool)
+                    keep[:, :13] = real
+                    found, expected = found.transpose(1, 2)[keep], expected.transpose(1, 2)[keep]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        question = prompts([5] * len(lengths), seed=8)["input_ids"]
+        second = {
+            "input_ids": torch.cat([theirs.sequences, question], dim=1),
+            "attention_mask": torch.cat(
+                [inputs["attention_mask"], torch.ones(len(lengths), new_tokens + 5, dtype=torch.long)], dim=1
+            ),
+        }
+        whole = plain(model, second, max_new_tokens=12, eos_token_id=None)
+        answer = plain(model, {**second, "cache": ours.cache}, max_new_tokens=12, eos_token_id=None)
+        assert torch.equal(answer, whole)
+
+
+# Who is served
+
+
+def test_models_that_take_ragged_rows_are_let_through():
+    for name in MODELS:
+        assert why_not_ragged(target(name)) is None, name
+
+
+def refused():
+    small = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 2}
+    yield "encoder-decoder", tiny_encoder_decoder(), "it is an encoder-decoder model"
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(**small, state_size=8))
+    yield "mamba", mamba, "its forward takes no `position_ids`"
+    mamba2 = Mamba2Config(**small, state_size=8, num_heads=8, head_dim=8, n_groups=1)
+    yield "mamba2", AutoModelForCausalLM.from_config(mamba2), "its forward takes no `position_ids`"
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(**small, n_head=4))
+    yield "bloom", bloom, "its forward takes no `position_ids`"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    hybrid = Qwen3NextConfig(
+        **small,
+        **heads,
+        intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    yield "qwen3_next", AutoModelForCausalLM.from_config(hybrid), "layers of type linear_attention"
+    for backend in ("flash_attention_2", "flash_attention_3", "flex_attention"):
+        flash = build(tiny_config("llama"))
+        flash.config._attn_implementation = backend
+        yield backend, flash, f"attention backend '{backend}' takes no explicit mask; load it with"
+
+
+@pytest.mark.parametrize(("name", "model", "reason"), [pytest.param(*case, id=case[0]) for case in refused()])
+def test_a_model_that_is_not_served_is_refused_with_a_reason_before_any_forward(name, model, reason):
+    found = why_not_ragged(model)
+    assert found is not None and reason in found
+    model.register_forward_pre_hook(lambda *args: pytest.fail("a forward was run"))
+    with pytest.raises(ValueError) as caught:
+        drafter = AutoDrafter.for_target(model, "lookup")
+        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)
+    assert type(model).__name__ in str(caught.value) and reason in str(caught.value)
+
+
+# The self-check
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_self_check_of_a_good_model_finds_rounding_only(name, attention):
+    error, allowed = measure(target(name, attention))
+    assert error < 1e-4
+    assert 1e-3 <= allowed < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_the_self_check_allows_for_half_precision(name, dtype):
+    model = build(tiny_config(name)).to(dtype)
+    error, allowed = measure(model)
+    assert error < allowed
+
+
+def no_padding(patch):
+    init = RaggedModel.__init__
+    patch.setattr(RaggedModel, "__init__", lambda self, model, mask, *rest: init(self, model, None, *rest))
+
+
+def no_window(patch):
+    patch.setattr(RaggedModel, "_limit", lambda self, kind, visible, queries, keys: visible)
+
+
+def one_token_too_far(patch):
+    masks = RaggedModel.masks
+    patch.setattr(RaggedModel, "masks", lambda self, offsets, count: masks(self, offsets + 1, count))
+
+
+def one_token_too_few(patch):
+    masks = RaggedModel.masks
+    patch.setattr(RaggedModel, "masks", lambda self, offsets, count: masks(self, offsets - 1, count))
+
+
+def positions_off_by_one(patch):
+    forward = RaggedModel.forward
+    patch.setattr(
+        RaggedModel,
+        "forward",
+        lambda self, tokens, offsets, host, positions, **kwargs: forward(
+            self, tokens, offsets, host, positions + 1, **kwargs
+        ),
+    )
+
+
+def one_slot_late(patch):
+    place = RaggedCache.place
+    patch.setattr(
+        RaggedCache, "place", lambda self, offsets, host, count: place(self, offsets + 1, [o + 1 for o in host], count)
+    )
+
+
+def rows_take_the_first_rows_offset(patch):
+    place = RaggedCache.place
+    patch.setattr(
+        RaggedCache,
+        "place",
+        lambda self, offsets, host, count: place(self, offsets[:1].expand_as(offsets), [max(host)] * len(host), count),
+    )
+
+
+FAULTS = {
+    no_padding: ["llama", "gpt2"],
+    no_window: ["mistral", "gemma3", "gpt_oss", "llama4"],
+    one_token_too_far: ["llama", "gemma3", "gpt2"],
+    one_token_too_few: ["llama", "gemma3", "gpt2"],
+    positions_off_by_one: ["llama", "qwen3", "gpt2", "gpt_oss"],
+    one_slot_late: ["llama", "mistral", "gpt2"],
+    rows_take_the_first_rows_offset: ["llama", "gemma3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [pytest.param(fault, name, id=f"{fault.__name__}-{name}") for fault, names in FAULTS.items() for name in names],
+)
+def test_the_self_check_finds_what_was_broken_on_purpose(fault, name, monkeypatch):
+    fault(monkeypatch)
+    error, allowed = measure(target(name))
+    assert error > 10 * allowed
+
+
+@pytest.mark.parametrize("fault", [one_token_too_few, one_slot_late, no_padding], ids=lambda fault: fault.__name__)
+def test_the_self_check_finds_faults_in_half_precision(fault, monkeypatch):
+    model = build(tiny_config("llama")).to(torch.bfloat16)
+    assert measure(model)[0] < measure(model)[1]
+    fault(monkeypatch)
+    error, allowed = measure(model)
+    assert error > allowed
+
+
+def test_a_model_that_fails_the_self_check_is_refused_with_its_error(monkeypatch):
+    model = build(tiny_config("mistral"))
+    inputs = prompts([5])
+    no_window(monkeypatch)
+    with pytest.raises(ValueError, match=r"MistralForCausalLM is not served by drafters: .* differ from its own"):
+        speculative(model, inputs, AutoDrafter.for_target(model, "none"))
+
+
+def test_a_model_whose_logits_are_not_numbers_is_refused():
+    model = build(tiny_config("llama"))
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(ValueError, match="is not served by drafters"):
+        speculative(model, prompts([5]), AutoDrafter.for_target(model, "none"))
+
+
+def test_the_self_check_leaves_torchs_random_state_alone():
+    model = target("gpt_oss")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    measure(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The models that were measured, by type and dtype."""
+    measured = []
+
+    def counted(model):
+        measured.append(model.dtype)
+        return measure(model)
+
+    monkeypatch.setattr(probe, "measure", counted)
+    return measured
+
+
+def test_the_self_check_is_made_once_a_model_and_dtype(checks):
+    model, inputs = build(tiny_config("llama")), prompts([5])
+    for _ in range(3):
+        speculative(model, inputs, AutoDrafter.for_target(model, "none"), max_new_tokens=3)
+    assert checks == [torch.float32]
+    model.to(torch.bfloat16)
+    for _ in range(2):
+        speculative(model, inputs, AutoDrafter.for_target(model, "lookup"), max_new_tokens=3)
+    assert checks == [torch.float32, torch.bfloat16]
+    model.set_attn_implementation("eager")
+    speculative(model, inputs, AutoDrafter.for_target(model, "none"), max_new_tokens=3)
+    assert len(checks) == 3
+    other = build(tiny_config("llama"))
+    speculative(other, inputs, AutoDrafter.for_target(other, "none"), max_new_tokens=3)
+    assert len(checks) == 4
+
+
+def test_the_self_check_does_not_keep_a_model_alive():
+    gc.collect()
+    before = len(probe._verdicts)
+    model = build(tiny_config("llama"))
+    probe.check_ragged(model)
+    assert len(probe._verdicts) == before + 1
+    del model
+    gc.collect()
+    assert len(probe._verdicts) == before
+
+
+def test_a_model_in_training_mode_is_not_measured(checks):
+    """Dropout would make any two forwards differ."""
+    model = build(tiny_config("llama")).train()
+    speculative(model, prompts([5]), AutoDrafter.for_target(model, "none"), max_new_tokens=3)
+    assert checks == []
