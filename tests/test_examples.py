@@ -1,0 +1,68 @@
+"""The examples and the benchmark run on the small real target and print what they promise."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hf_specdec.demo import Unavailable, small_target_path
+
+pytestmark = [pytest.mark.real_target, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def target():
+    try:
+        small_target_path()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_quickstart_prints_both_ways_side_by_side_and_equal_text(capsys, monkeypatch):
+    quickstart = script("examples/quickstart.py")
+    monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 16)
+    quickstart.main()
+    printed = capsys.readouterr().out
+    for title in quickstart.PROMPTS:
+        assert f"{title}:" in printed
+        assert f"{title}, greedy: identical text: yes" in printed
+        assert f"{title}, sampling: identical text: yes" in printed
+    assert printed.count("tokens/s") == printed.count("tokens per verification (tau)") == len(quickstart.PROMPTS)
+    assert "plain generate" in printed and "prompt lookup" in printed
+
+
+def test_the_pipeline_example_prints_an_answer_and_its_statistics(capsys):
+    script("examples/pipeline.py").main()
+    printed = capsys.readouterr().out
+    assert "tau" in printed and "rule match, lossless" in printed
+
+
+def test_the_efficiency_benchmark_fills_its_table(monkeypatch):
+    import torch
+
+    from hf_specdec import AutoDrafter
+    from hf_specdec.demo import load_small_target
+    from hf_specdec.drafters.draft_model import DraftModelDrafter
+
+    efficiency = script("benchmarks/efficiency.py")
+    monkeypatch.setattr(efficiency, "NEW_TOKENS", 8)
+    monkeypatch.setattr(efficiency, "ROUNDS", 1)
+    model, tokenizer = load_small_target(torch.bfloat16)
+    drafters = {
+        "none": AutoDrafter.for_target(model, "none"),
+        "draft model": DraftModelDrafter(efficiency.first_layers(model, 2), num_draft_tokens=2).bind(model),
+    }
+    table = efficiency.measure(model, tokenizer("Once upon a time", return_tensors="pt"), drafters)
+    assert table["none"]["tau"] == 1.0
+    for row in table.values():
+        assert row["speed_up"] > 0 and row["share_of_limit"] == pytest.approx(row["speed_up"] / row["limit"])
+    bad = {"prompt": "code edit", "drafter": "lookup", "speed_up": 1.2, "share_of_limit": 0.5}
+    assert len(efficiency.broken_promises([bad])) == 2
