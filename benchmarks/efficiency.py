@@ -21,31 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import AutoDrafter, Drafter
 from hf_specdec.decoding.ragged_model import RaggedModel
-from hf_specdec.demo import load_small_target
+from hf_specdec.demo import SHOWN_PROMPTS, load_small_target
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 
 NEW_TOKENS = 128
 ROUNDS = 3
 EDIT_SPEED_UP = 1.5  # lookup on the code edit
 EFFICIENCY = 0.85  # every drafter, every prompt
-
-CODE = """\
-import math
-
-def distance(x1, y1, x2, y2):
-    dx = x2 - x1
-    dy = y2 - y1
-    return math.sqrt(dx * dx + dy * dy)
-
-def midpoint(x1, y1, x2, y2):
-    mx = (x1 + x2) / 2
-    my = (y1 + y2) / 2
-    return mx, my
-"""
-PROMPTS = {
-    "free text": "Explain in a few sentences why the sky is blue.",
-    "code edit": f"Add a function `manhattan` to this code:\n\n```python\n{CODE}```",
-}
 
 
 def main() -> None:
@@ -65,7 +47,7 @@ def main() -> None:
         "draft model, the target itself, 3 tokens": DraftModelDrafter(model, num_draft_tokens=3).bind(model),
     }
     rows = []
-    for title, text in PROMPTS.items():
+    for title, text in SHOWN_PROMPTS.items():
         message = [{"role": "user", "content": text}]
         inputs = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -15,25 +15,9 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_specdec import AutoDrafter, Drafter, SpecStats
-from hf_specdec.demo import load_small_target
+from hf_specdec.demo import SHOWN_PROMPTS, load_small_target
 
 MAX_NEW_TOKENS = 128
-
-CODE = """\
-def distance(x1, y1, x2, y2):
-    dx = x2 - x1
-    dy = y2 - y1
-    return math.sqrt(dx * dx + dy * dy)
-
-def midpoint(x1, y1, x2, y2):
-    mx = (x1 + x2) / 2
-    my = (y1 + y2) / 2
-    return mx, my
-"""
-PROMPTS = {
-    "A free question": "What makes bread rise? Explain it to a child.",
-    "A code edit": f"Add a function `slope` to this code:\n\n```python\n{CODE}```",
-}
 
 
 @dataclass
@@ -69,7 +53,7 @@ def show_speed(device: str) -> None:
     """In bf16: one streamed answer, then each prompt without and with drafts."""
     model, lookup, tokenizer, questions = load(torch.bfloat16, device)
     print(f"\nbf16 on {device}, streamed:\n")
-    stream(model, tokenizer, questions["A free question"], lookup)
+    stream(model, tokenizer, questions["free text"], lookup)
     for title, inputs in questions.items():
         plain, speculative = measure(model, inputs, [None, lookup], repeats=3, do_sample=False)
         print(report(title, plain, speculative, first_difference(model, inputs, plain, speculative)))
@@ -92,7 +76,7 @@ def load(
     """The target, its prompt lookup drafter, its tokenizer and the prompts in its chat format."""
     model, tokenizer = load_small_target(dtype)
     model = model.to(device)
-    questions = {title: chat(tokenizer, text).to(device) for title, text in PROMPTS.items()}
+    questions = {title: chat(tokenizer, text).to(device) for title, text in SHOWN_PROMPTS.items()}
     return model, AutoDrafter.for_target(model, "lookup"), tokenizer, questions
 
 

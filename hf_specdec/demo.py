@@ -54,6 +54,26 @@ MT_BENCH = PinnedFile(
 )
 
 
+_CODE = """\
+import math
+
+def distance(x1, y1, x2, y2):
+    dx = x2 - x1
+    dy = y2 - y1
+    return math.sqrt(dx * dx + dy * dy)
+
+def midpoint(x1, y1, x2, y2):
+    mx = (x1 + x2) / 2
+    my = (y1 + y2) / 2
+    return mx, my
+"""
+# What the quickstart and the benchmark ask: one answer that has little to copy, and one that has much.
+SHOWN_PROMPTS = {
+    "free text": "Explain in a few sentences why the sky is blue.",
+    "code edit": f"Add a function `manhattan` to this code:\n\n```python\n{_CODE}```",
+}
+
+
 class Unavailable(RuntimeError):
     """What was asked for is not in the cache and cannot be had: offline, no pip, or a package is missing."""
 

@@ -31,11 +31,11 @@ def test_the_quickstart_prints_both_ways_side_by_side_and_equal_text(capsys, mon
     monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 16)
     quickstart.main()
     printed = capsys.readouterr().out
-    for title in quickstart.PROMPTS:
+    for title in quickstart.SHOWN_PROMPTS:
         assert f"{title}:" in printed
         assert f"{title}, greedy: identical text: yes" in printed
         assert f"{title}, sampling: identical text: yes" in printed
-    assert printed.count("tokens/s") == printed.count("tokens per verification (tau)") == len(quickstart.PROMPTS)
+    assert printed.count("tokens/s") == printed.count("tokens per verification (tau)") == len(quickstart.SHOWN_PROMPTS)
     assert "plain generate" in printed and "prompt lookup" in printed
 
 

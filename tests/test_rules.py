@@ -478,7 +478,8 @@ def often_accepted_case(law: str, vocab_size: int) -> tuple[Draft, torch.Tensor,
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_row_is_marked_where_it_is_reached_and_nowhere_else(rule, how, vocab_size):
-    for law in ("one-hot", "sampled", "some one-hot", "reduced"):
+    laws = ["one-hot"] if rule in MATCHING_RULES else ["one-hot", "sampled", "some one-hot", "reduced"]
+    for law in laws:
         draft, scores, noise = often_accepted_case(law, vocab_size)
         healthy = verify(draft, scores, rule, noise)
         assert int(healthy.num_accepted.min()) >= 0
