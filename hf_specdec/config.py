@@ -31,9 +31,9 @@ class SpecConfig:
             drafter, any draft length, and without a drafter. Greedy decoding always matches the argmax.
         draft_sampling: "greedy" drafts the drafter's most probable tokens, "sample" draws them. "auto" draws where the
             rule profits (`coupled`, `rejection`, `block`) and drafts greedily otherwise.
-        governor: with `num_draft_tokens="auto"`, "auto" fits the length to what drafts gain and cost, down to none where
-            they do not pay; "off" keeps the drafter's length. Costs are measured, so lengths differ between runs; below
-            fp32, where a length can change a rounding, "off" makes runs repeatable.
+        governor: with `num_draft_tokens="auto"`, "auto" fits the length to what drafts gain and cost, down to none
+            where they do not pay; "off" keeps the drafter's length. Costs are measured, so lengths differ between runs;
+            below fp32, where a length can change a rounding, "off" makes runs repeatable.
         kernels: "torch" is the reference; "auto" picks the fastest implementation present.
         seed: an integer, or one integer per row; None draws one from torch's generator.
         effort, schedule, tree, lenience: served by drafters and rules that this version does not have yet; any other

@@ -85,8 +85,9 @@ class Verdict:
     """What a verification decided.
 
     Args:
-        num_accepted: [B] accepted drafted tokens; -1 marks a row whose target logits hold NaN or nothing to choose
-            from. Such a row emits nothing, and whoever reads the verdict on the host must raise.
+        num_accepted: [B] accepted drafted tokens; -1 marks a row whose scores (the target's, or the drafter's where
+            they decide) hold NaN, nothing to choose from, or an infinite weight to draw. Such a row emits nothing,
+            and whoever reads the verdict on the host must raise.
         tokens: [B, n + 1] the emitted tokens, the accepted ones and one more; -1 pads.
         path: for a tree [B, n] the accepted nodes in order, -1 pads; None for a chain.
     """

@@ -30,12 +30,12 @@ def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdi
         choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores)
         agrees = _within(draft) & (choices[:, :-1] == draft.tokens)
         num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)
-        return _verdict(num_accepted, choices, scores)
+        return _verdict(num_accepted, choices, scores, greedy=noise is None)
 
     parents = draft.parents.expand_as(draft.tokens)
     depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], _depths(parents)], dim=1)
     choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, depths)
-    return _walk(draft, parents, choices, scores)
+    return _walk(draft, parents, choices, scores, greedy=noise is None)
 
 
 def rejection(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
@@ -126,11 +126,19 @@ def _within(draft: Draft) -> torch.Tensor:
     return torch.arange(draft.num_slots, device=draft.tokens.device) < draft.lengths[:, None]
 
 
-def _verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> Verdict:
-    """Pad the emitted tokens, and mark rows where an emitted token has no finite weight (NaN, +inf, or all -inf)."""
+def _broken(chosen: torch.Tensor, greedy: bool) -> torch.Tensor:
+    """Whether the weight of a chosen token shows that its row is broken: NaN, or nothing above -inf.
+
+    +inf has no probability, so it breaks a draw; greedy decoding takes it, and some processors force a token so.
+    """
+    return (chosen.isnan() | chosen.isneginf()) if greedy else ~chosen.isfinite()
+
+
+def _verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:
+    """Pad the emitted tokens, and mark rows where an emitted token comes from a broken row."""
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    broken = (kept & ~chosen.isfinite()).any(dim=1)
+    broken = (kept & _broken(chosen, greedy)).any(dim=1)
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
 
 
@@ -210,7 +218,7 @@ def _finish(
     tokens = drafted.scatter(1, num_accepted[:, None], emitted)
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights[:, 0].gather(1, emitted)
-    broken = ~chosen.isfinite()[:, 0]
+    broken = _broken(chosen, greedy=False)[:, 0]
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
 
 
@@ -223,7 +231,7 @@ def _depths(parents: torch.Tensor) -> torch.Tensor:
     return depths
 
 
-def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: torch.Tensor) -> Verdict:
+def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: torch.Tensor, greedy: bool) -> Verdict:
     """Follow the target's choices down the tree."""
     batch_size, num_nodes = draft.tokens.shape
     nodes = torch.arange(num_nodes, device=draft.tokens.device)
@@ -246,7 +254,7 @@ def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: to
         node = torch.where(going, torch.where(child, nodes, num_nodes).amin(dim=1), node)
         path[:, step] = torch.where(going, node, -1)
         num_accepted += going.long()
-    broken = ~weights.isfinite().all(dim=1)
+    broken = _broken(weights, greedy).any(dim=1)
     return Verdict(
         num_accepted.masked_fill(broken, -1),
         tokens.masked_fill(broken[:, None], -1),
