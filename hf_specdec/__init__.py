@@ -30,7 +30,7 @@ __all__ = [
     "uninstall",
 ]
 
-if os.environ.get("HF_SPECDEC_NO_INSTALL", "0") in ("", "0"):
+if os.environ.get("HF_SPECDEC_NO_INSTALL", "").lower() in ("", "0", "false", "no", "off"):
     try:
         install()
     except RuntimeError as error:  # the package stays importable, so that `hf-specdec env` can tell

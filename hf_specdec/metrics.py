@@ -61,7 +61,8 @@ class SpecStats:
     Attributes:
         rows: the same counts per row.
         draft_time, verify_time, host_time: seconds spent drafting, in the target's forwards and the verification up
-            to the host copy, and in the rest of the loop.
+            to the host copy, and in the rest of the loop. Clocks are the host's: on a GPU, what drafting has launched
+            but not finished is waited for, and counted, in verify_time.
         num_forwards: target forwards of the call, the prefill included.
         rule: the rule that verified; "match" in greedy decoding.
         lossless: whether the text is distributed exactly as the target's.

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import struct
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hf_specdec import AutoDrafter, DrafterFormat
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.draft_model.session import DraftModelSession
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
@@ -202,6 +204,53 @@ def test_a_revision_or_repository_that_is_not_there_is_named(hub, target):
     assert "org/another" in refusal("org/another", target, OSError, local_files_only=True)
     message = refusal("org/draft", target, subfolder="small", local_files_only=True)
     assert "`subfolder` is 'small'" in message
+
+
+def test_only_the_files_of_a_drafter_are_downloaded(saved, tmp_path, target, monkeypatch):
+    """A Hub with a repository that holds more than one needs."""
+    remote = shutil.copytree(saved, tmp_path / "remote")
+    (remote / "training").mkdir()
+    for name in (
+        "optimizer.pt",
+        "model.gguf",
+        "pytorch_model.bin",
+        "modeling.py",
+        "training/state.bin",
+        "consolidated.safetensors",
+    ):
+        (remote / name).write_bytes(b"large")
+    shutil.copytree(saved, remote / "small")
+    shutil.copytree(saved, remote / "older")
+    torch.save(load_file(remote / "older" / "model.safetensors"), remote / "older" / "pytorch_model.bin")
+    (remote / "older" / "model.safetensors").unlink()
+    calls = []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns, **options):
+        calls.append((name, options))
+        local = tmp_path / f"local{len(calls)}"
+        for file in remote.rglob("*"):
+            relative = file.relative_to(remote).as_posix()
+            allowed, ignored = (
+                any(fnmatch(relative, pattern) for pattern in patterns)
+                for patterns in (allow_patterns, ignore_patterns)
+            )
+            if file.is_file() and allowed and not ignored:
+                (local / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, local / relative)
+        return str(local)
+
+    def downloaded(i):
+        local = tmp_path / f"local{i}"
+        return {file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()}
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    AutoDrafter.from_pretrained("org/draft", target=target, revision="v1", token="secret")
+    assert calls == [("org/draft", {"revision": "v1", "token": "secret", "local_files_only": False})]
+    assert downloaded(1) == {file.name for file in saved.iterdir()}
+    AutoDrafter.from_pretrained("org/draft", target=target, subfolder="small")
+    assert downloaded(2) == {f"small/{file.name}" for file in saved.iterdir()}
+    AutoDrafter.from_pretrained("org/draft", target=target, subfolder="older")
+    assert downloaded(4) == {"older/pytorch_model.bin"} | downloaded(3)
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/nowhere/at/all"])
@@ -435,6 +484,23 @@ def test_vocabularies_that_differ_by_padding_are_exact_in_sampling(draft_size, t
     for sampled in ("rejection", "block"):  # no reference for these; they must run
         drafter = DraftModelDrafter(model, num_draft_tokens=3, seed=5, rule=sampled).bind(target)
         assert speculative(target, inputs, drafter, **options).shape == expected.shape
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_what_the_smaller_vocabulary_lacks_is_never_drafted(rule, monkeypatch):
+    target, model, inputs = padded_pair(90, 99)
+    drafted = []
+    propose = DraftModelSession.propose
+
+    def recorded(self, *args):
+        draft = propose(self, *args)
+        drafted.append(draft.tokens)
+        return draft
+
+    monkeypatch.setattr(DraftModelSession, "propose", recorded)
+    drafter = DraftModelDrafter(model, num_draft_tokens=3, seed=5, rule=rule).bind(target)
+    speculative(target, inputs, drafter, do_sample=True, top_k=0, temperature=3.0, eos_token_id=None)
+    assert 80 < torch.cat([tokens.flatten() for tokens in drafted]).max() < 90
 
 
 @pytest.mark.parametrize("size", [60, 140])

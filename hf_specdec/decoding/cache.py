@@ -58,7 +58,7 @@ class RaggedCache(Cache):
 
     def begin_rows(self) -> None:
         """Leave the prefill: from now on `place` says where forwards write."""
-        self.view = self.get_seq_length()
+        self.view = self.common_offset = self.get_seq_length()
         self.offsets = torch.empty(0)
 
     def place(self, offsets: torch.Tensor, host_offsets: Sequence[int], num_tokens: int) -> None:
@@ -155,7 +155,10 @@ class RaggedLayer(CacheLayerMixin):
         return self.owner.view, 0
 
     def get_seq_length(self) -> int:
-        return self.filled if self.owner.offsets is None else self.owner.view
+        if self.owner.offsets is None:
+            return self.filled
+        # Rows that differ have no length in common; models that would need one are not served.
+        return self.owner.view if self.owner.common_offset is None else self.owner.common_offset
 
     def get_max_length(self) -> int:
         return self.owner.max_slots

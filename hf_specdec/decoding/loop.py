@@ -40,6 +40,7 @@ class Call:
     Args:
         target, session: who judges and who guesses.
         processors, stops: what shapes the scores and what ends the rows.
+        max_positions: positions that the target has embeddings for, None where there is no limit.
         rule: the verification rule.
         noise: the call's noise; None decodes greedily.
         governor: draft lengths.
@@ -50,6 +51,7 @@ class Call:
     session: DraftSession
     processors: BlockProcessors
     stops: Stops
+    max_positions: int | None
     rule: str
     noise: Noise | None
     governor: Governor
@@ -76,7 +78,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
         verdict = verify(draft, scores, call.rule, noise)
         judged = [b for b, done in enumerate(rows.finished) if not done]
-        rows.commit(draft, verdict, call.stops)
+        rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores))
         verify_time = perf_counter() - began
         for b in judged:
             stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
@@ -106,7 +108,10 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
 def row_budgets(rows: Rows, call: Call) -> list[int]:
     """Tokens that each row may draft: the verification itself emits one more before the row's last column."""
     length = 0 if call.processors.stateful else call.governor.next_length()
-    return [
-        0 if done else max(0, min(length, call.stops.max_width - width - 1))
-        for width, done in zip(rows.widths, rows.finished, strict=True)
-    ]
+    budgets = []
+    for text, width, done in zip(rows.texts, rows.widths, rows.finished, strict=True):
+        room = 0 if done else call.stops.max_width - width - 1
+        if call.max_positions is not None:
+            room = min(room, call.max_positions - len(text))
+        budgets.append(max(0, min(length, room)))
+    return budgets

@@ -95,7 +95,7 @@ class BlockProcessors:
         num_positions, vocab_size = scores.shape[1:]
         common = min(widths) == max(widths)
         rows = torch.arange(len(widths), device=scores.device)
-        starts = torch.tensor(widths, device=scores.device)
+        starts = torch.full_like(rows, widths[0]) if common else torch.tensor(widths, device=scores.device)
         processed = torch.empty_like(scores)
         ids = ids[:, : max(widths) + num_positions].clone()
         for width in sorted({start + slot for start in set(widths) for slot in range(num_positions)}):

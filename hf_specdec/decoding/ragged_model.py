@@ -18,6 +18,8 @@ from .cache import ATTENTION_LAYERS, RaggedCache
 # Attention backends by the form of mask that they take.
 _BOOLEAN_MASK = ("sdpa",)
 _ADDITIVE_MASK = ("eager",)
+# Model types whose own code assumes that all rows end together.
+_UNSUITED = {"gpt_neo": "its attention slices a causal mask of its own, as if all rows ended at the same column"}
 
 
 def why_not_ragged(model: PreTrainedModel) -> str | None:
@@ -26,6 +28,8 @@ def why_not_ragged(model: PreTrainedModel) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model"
+    if config.model_type in _UNSUITED:
+        return _UNSUITED[config.model_type]
     if "cache" not in parameters:
         return "its forward takes no `cache`"
     if "attention_mask" not in parameters:
@@ -40,6 +44,33 @@ def why_not_ragged(model: PreTrainedModel) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def length_limit(model: PreTrainedModel) -> tuple[int, str] | None:
+    """(columns, reason): past this length a forward over several tokens differs from one-token steps.
+
+    Some models look at the length of the whole forward, drafts included. None where no part of the config says so.
+    """
+    config = model.config.get_text_config()
+    limits = []
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        kind = parameters.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limits.append((original or config.max_position_embeddings, f"its {kind!r} rotary embedding changes there"))
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append((int(config.floor_scale) - 1, "its attention temperature changes there"))
+    if getattr(config, "keep_window_size", None):
+        limits.append((config.keep_window_size, "its attention drops tokens by the size of a block there"))
+    return min(limits, default=None)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Positions that the model has embeddings for, None where the config names no number."""
+    number = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return number if isinstance(number, int) and number > 0 else None
 
 
 class RaggedModel:
@@ -58,10 +89,9 @@ class RaggedModel:
         self.model = model
         self.config = model.config.get_text_config()
         self.cache = RaggedCache(self.config, max_slots)
-        self.batch_size = batch_size
         device = model.device
         self.padding = None if prompt_mask is None else (prompt_mask == 0).to(device)  # [B, W] True at padding
-        self.slots = torch.arange(max_slots, device=device)
+        self.slots = torch.arange(0, device=device)
         self.additive = self.config._attn_implementation in _ADDITIVE_MASK
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
@@ -127,6 +157,8 @@ class RaggedModel:
 
     def masks(self, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """[B, 1, m, slots] what each token sees; a dict by kind of layer where the model mixes them."""
+        if len(self.slots) < self.cache.view:
+            self.slots = torch.arange(self.cache.capacity, device=self.slots.device)
         keys = self.slots[: self.cache.view]
         queries = offsets[:, None] + self.slots[:num_tokens]  # [B, m] the tokens' own slots
         visible = keys <= queries[..., None]  # [B, m, slots]

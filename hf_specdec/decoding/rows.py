@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 
 from ..verification import Draft, Verdict
-from .stopping import Stops
+from .stopping import ScoresAfter, Stops, no_scores
+
+_HEADROOM = 256  # columns allocated beyond the prompt
 
 
 class Rows:
-    """B texts of different lengths in one preallocated tensor, laid out as plain `generate` lays them out.
+    """B texts of different lengths in one tensor that is allocated ahead, laid out as plain `generate` lays them out.
 
     Args:
         input_ids: [B, W] the left-padded prompts.
         attention_mask: [B, W], None where nothing is padded.
-        capacity: columns to allocate.
         pad_token_id: what fills a row after its end.
 
     Attributes:
-        ids: [B, capacity]; columns from `widths[b]` on are scratch or padding.
+        ids: [B, columns]; those from `widths[b]` on are scratch or padding.
         lengths: [B] `widths` on the device.
         widths: columns of each row that hold text or left padding.
         texts: token ids of each row without padding.
@@ -26,13 +27,12 @@ class Rows:
         drafted, accepted, emitted: of the last commit, per row; `emitted` are the tokens that reached the text.
     """
 
-    def __init__(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, capacity: int, pad_token_id: int
-    ) -> None:
+    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int) -> None:
         batch_size, width = input_ids.shape
         self.pad_token_id = pad_token_id
-        self.ids = input_ids.new_full((batch_size, capacity), pad_token_id)
-        self.ids[:, :width] = input_ids
+        self.ids = input_ids.long()
+        self._columns = torch.arange(width, device=input_ids.device)
+        self._reserve(width + _HEADROOM)
         self.lengths = torch.full((batch_size,), width, dtype=torch.long, device=input_ids.device)
         self.widths = [width] * batch_size
         kept = [[1] * width] * batch_size if attention_mask is None else attention_mask.tolist()
@@ -45,7 +45,6 @@ class Rows:
         self.accepted = [0] * batch_size
         self.emitted: list[list[int]] = [[] for _ in range(batch_size)]
         self._padding = torch.tensor([width - len(text) for text in self.texts], device=input_ids.device)
-        self._columns = torch.arange(capacity, device=input_ids.device)
 
     def __len__(self) -> int:
         return len(self.widths)
@@ -72,8 +71,13 @@ class Rows:
         """Write drafted tokens [B, n] into the scratch columns, where processors look for them."""
         self._write(tokens.clamp_min(0))
 
-    def commit(self, draft: Draft, verdict: Verdict, stops: Stops) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, stops: Stops, scores_after: ScoresAfter = no_scores) -> None:
         """Append what a verification emitted, up to each row's stop. The one device-to-host copy of a round.
+
+        Args:
+            draft, verdict: of the round.
+            stops: where rows end.
+            scores_after: what a stopping criterion is given as scores after that many of the emitted tokens.
 
         Raises:
             ValueError: the target's scores of a row hold NaN or leave nothing to choose from.
@@ -93,7 +97,7 @@ class Rows:
         self._write_emitted(verdict.tokens)
         stopped: list[int | None] = [None] * len(self)
         if stops.criteria:
-            stopped = stops.criteria_cut(self.ids, self.widths, self.emitted)
+            stopped = stops.criteria_cut(self.ids, self.widths, self.emitted, scores_after)
             if any(stop is not None for stop in stopped):
                 self.emitted = [new[:stop] for new, stop in zip(self.emitted, stopped, strict=True)]
                 self._write_emitted(verdict.tokens)
@@ -118,5 +122,14 @@ class Rows:
         kept = self._columns[: tokens.shape[1]] < counts[:, None]
         self._write(tokens.masked_fill(~kept, self.pad_token_id))
 
+    def _reserve(self, num_columns: int) -> None:
+        """Make room for `num_columns` columns."""
+        missing = num_columns - self.ids.shape[1]
+        if missing > 0:
+            missing = max(missing, self.ids.shape[1])
+            self.ids = torch.nn.functional.pad(self.ids, (0, missing), value=self.pad_token_id)
+            self._columns = torch.arange(self.ids.shape[1], device=self.ids.device)
+
     def _write(self, tokens: torch.Tensor) -> None:
+        self._reserve(max(self.widths) + tokens.shape[1])
         self.ids.scatter_(1, self.lengths[:, None] + self._columns[: tokens.shape[1]], tokens)

@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 Criterion = Callable[..., torch.Tensor]
+ScoresAfter = Callable[[int], tuple[torch.Tensor, ...] | None]
+
+
+def no_scores(count: int) -> None:
+    """What criteria are given where no scores are kept, as in plain decoding."""
+    return None
 
 
 class Stops:
@@ -35,7 +41,9 @@ class Stops:
         """Whether a row that now has `width` columns and was given these (cut) tokens has ended."""
         return width >= self.max_width or (bool(tokens) and tokens[-1] in self.eos_token_ids)
 
-    def criteria_cut(self, ids: torch.Tensor, widths: list[int], tokens: list[list[int]]) -> list[int | None]:
+    def criteria_cut(
+        self, ids: torch.Tensor, widths: list[int], tokens: list[list[int]], scores_after: ScoresAfter = no_scores
+    ) -> list[int | None]:
         """How many of its new tokens each row keeps by the criteria; None where none of them stops it.
 
         The criteria see the batch at every width at which a row has a new token, in ascending order, as in plain
@@ -45,6 +53,7 @@ class Stops:
             ids: the rows, new tokens included.
             widths: columns of each row before its new tokens.
             tokens: the new tokens.
+            scores_after: the scores of the text after that many new tokens of the first row.
         """
         kept: list[int | None] = [None] * len(widths)
         ends = [width + len(new) for width, new in zip(widths, tokens, strict=True)]
@@ -54,7 +63,7 @@ class Stops:
                 continue
             stopped = torch.zeros(len(widths), dtype=torch.bool, device=ids.device)
             for criterion in self.criteria:  # they may answer with one value for all rows
-                stopped = stopped | criterion(ids[:, :width], None)
+                stopped = stopped | criterion(ids[:, :width], scores_after(width - widths[0]))
             ended = stopped.tolist()
             for b in open_rows:
                 if ended[b]:

@@ -211,11 +211,14 @@ def _fetch(
 
         prefix = f"{subfolder}/" if subfolder else ""
         where = dict(revision=revision, token=token, local_files_only=local_files_only)
+        ignored = [f"{prefix}*/*", f"{prefix}consolidated*"]  # folders below, and the same weights once more
 
         def download(*patterns: str) -> Path:
             try:
                 wanted = [prefix + pattern for pattern in patterns]
-                return Path(snapshot_download(str(name_or_path), allow_patterns=wanted, **where))
+                return Path(
+                    snapshot_download(str(name_or_path), allow_patterns=wanted, ignore_patterns=ignored, **where)
+                )
             except HFValidationError as error:
                 raise ValueError(
                     f"`name_or_path` is {str(name_or_path)!r}, which is neither a folder nor a repository 'org/name'."

@@ -170,6 +170,15 @@ class Drafter(nn.Module, ABC):
                 f"that generates ({_describe(target_fingerprint(target))}); call drafter.bind(model) with this model."
             )
 
+    def __getattr__(self, name: str) -> Any:
+        # What transformers asks of an assistant model where our dispatcher is not installed.
+        if name in ("generate", "_supports_logits_to_keep"):
+            raise AttributeError(
+                "generate() of this model does not know drafters: call hf_specdec.install() or "
+                "hf_specdec.enable(model); HF_SPECDEC_NO_INSTALL keeps the import from doing so."
+            )
+        return super().__getattr__(name)
+
     @property
     def signals(self) -> TargetSignals:
         """What the target has to give after each forward."""
@@ -196,6 +205,7 @@ class Drafter(nn.Module, ABC):
 
 def target_fingerprint(target: PreTrainedModel) -> tuple:
     """What must not change between `bind` and use: class, vocabulary, hidden size, layers."""
+    target = getattr(target, "_orig_mod", target)  # a compiled model generates as what was compiled
     config = target.config.get_text_config()
     return (
         type(target).__name__,

@@ -1,4 +1,7 @@
-"""The only code that knows transformers' internals; nothing else imports it."""
+"""The way into transformers: the only code that knows how `generate` works inside.
+
+The loop and the drafters never import it; the package's `__init__` and the command line do.
+"""
 
 from .dispatch import SpecGenerate, enable, install, is_installed, uninstall
 

@@ -49,7 +49,7 @@ class DrafterCandidates(CandidateGenerator):
         self.num_tokens, _ = num_draft_tokens(drafter, generation_config)
         self.max_width = generation_config.max_length
         columns = self.max_width + self.num_tokens + 1
-        self.rows = Rows(input_ids, None, columns, pad_token_id=0)
+        self.rows = Rows(input_ids, None, pad_token_id=0)
         self.stops = Stops(self.max_width, ())
         self.rounds = 0
         config = resolve(drafter, generation_config)

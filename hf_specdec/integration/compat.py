@@ -1,4 +1,4 @@
-"""What this package expects of transformers' internals, in one place."""
+"""What the dispatcher expects of transformers' private methods."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ..config import SpecConfig
 from ..decoding.loop import Call, speculate
 from ..decoding.outputs import Publisher, Recorder
 from ..decoding.processors import BlockProcessors
-from ..decoding.ragged_model import why_not_ragged
+from ..decoding.ragged_model import length_limit, max_positions, why_not_ragged
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter, DraftRequest
@@ -37,6 +37,7 @@ _FOREIGN_OPTIONS = {
     "prompt_lookup_num_tokens": "take AutoDrafter.for_target(model, 'lookup') as the drafter instead",
     "use_mtp": "give either a drafter or use_mtp",
     "assistant_early_exit": "give either a drafter or assistant_early_exit",
+    "dola_layers": "a drafter serves greedy decoding and sampling",
 }
 # Inputs that only the first forward may see are fine; these would have to follow the rows.
 _GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -78,9 +79,15 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
 
 
 def check_inputs(
-    drafter: Drafter, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any], criteria: Any
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    kwargs: dict[str, Any],
+    criteria: Any,
 ) -> None:
     """Refuse inputs that cannot be served, before the prefill."""
+    name = type(model).__name__
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("`inputs_embeds` is not served with a drafter yet; give `input_ids`.")
     if input_ids.shape[1] == 0:
@@ -88,9 +95,18 @@ def check_inputs(
     cache = kwargs.get("cache")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or not isinstance(cache, DynamicCache)):
         raise ValueError(f"`cache` is a {type(cache).__name__} of yours; a drafter brings its own cache, leave it out.")
-    for name in _GROWING_INPUTS:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"`{name}` is not served with a drafter yet; leave it out.")
+    for option in _GROWING_INPUTS:
+        if kwargs.get(option) is not None:
+            raise ValueError(
+                f"`{option}` is not served with a drafter yet; leave it out where {name} gives the same text without."
+            )
+    limit = length_limit(model)
+    _, longest = num_draft_tokens(drafter, config)
+    if limit is not None and criteria.max_length + longest > limit[0]:
+        raise ValueError(
+            f"`max_length` is {criteria.max_length}; {name} is served up to {limit[0] - longest} tokens, because "
+            f"{limit[1]}."
+        )
     batch_size = input_ids.shape[0]
     if batch_size > 1:
         for option in ("output_scores", "output_logits"):
@@ -122,7 +138,7 @@ def generate(
         What plain decoding returns. A dictionary output carries the statistics as `specdec`; they are also left in
         `drafter.last_stats`.
     """
-    check_inputs(drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
+    check_inputs(model, drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
     check_ragged(model)
     batch_size, width = input_ids.shape
     config = resolve(drafter, generation_config)
@@ -132,7 +148,7 @@ def generate(
 
     attention_mask = model_kwargs.get("attention_mask")
     pad_token = generation_config._pad_token_tensor
-    rows = Rows(input_ids, attention_mask, max_columns, 0 if pad_token is None else int(pad_token))
+    rows = Rows(input_ids, attention_mask, 0 if pad_token is None else int(pad_token))
     processors = BlockProcessors(logits_processor)
     target = RaggedTarget(model, input_ids, generation_config, model_kwargs, drafter.signals, max_columns)
     noise, seed = call_noise(config, generation_config, input_ids)
@@ -150,6 +166,7 @@ def generate(
         target=target,
         session=drafter.start(request),
         processors=processors,
+        max_positions=max_positions(model),
         stops=Stops(max_width, _eos_token_ids(stopping_criteria), _other_criteria(stopping_criteria)),
         rule=config.rule,
         noise=noise,

@@ -30,7 +30,13 @@ def check_ragged(model: PreTrainedModel) -> None:
     key = (model.dtype, model.config.get_text_config()._attn_implementation)
     verdicts = _verdicts.setdefault(model, {})
     if key not in verdicts:
-        verdicts[key] = measure(model)
+        try:
+            verdicts[key] = measure(model)
+        except Exception as cause:  # a model's own code may fail in any way on masks that it does not expect
+            raise ValueError(
+                f"{type(model).__name__} is not served by drafters: its forward over rows of different lengths fails "
+                f"({type(cause).__name__}: {cause})."
+            ) from cause
     error, allowed = verdicts[key]
     if not error <= allowed:
         raise ValueError(

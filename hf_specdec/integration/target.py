@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin
 
 from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
@@ -49,21 +48,19 @@ class RaggedTarget:
         self.model_kwargs = {**model_kwargs, "cache": self.ragged.cache}
         if wanted.hidden_states:
             self.model_kwargs["output_hidden_states"] = list(wanted.hidden_states)
-        self.next_position = model_kwargs["position_ids"][..., -1:] + 1  # [..., B or 1, 1] of the first new token
-        self.constants: dict[str, Any] = {}
-        self.steps = torch.arange(max_columns, device=input_ids.device)
+        # [..., B or 1, 1] position of the first new token, and what else a step takes
+        self.next_position, self.constants = self._step_inputs()
 
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
-        output = GenerationMixin._prefill(self.model, self.input_ids, self.generation_config, self.model_kwargs)
+        output = self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
         self.ragged.cache.begin_rows()
-        self.constants = self._step_constants()
         return self._logits(output)[:, -1:], self._signals(output)
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
         tokens = torch.cat([rows.last_tokens(), draft.tokens.clamp_min(0)], dim=1)
         offsets = rows.lengths - 1
         new = offsets - self.input_ids.shape[1]  # how far each row is past its prompt
-        positions = self.next_position + new[:, None] + self.steps[: tokens.shape[1]]
+        positions = self.next_position + new[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         host_offsets = [width - 1 for width in rows.widths]
         output = self.ragged.forward(tokens, offsets, host_offsets, positions, **self.constants)
         return self._logits(output), self._signals(output)
@@ -76,19 +73,37 @@ class RaggedTarget:
             return None
         return Signals({index: output.hidden_states[index] for index in self.wanted.hidden_states})
 
-    def _step_constants(self) -> dict[str, Any]:
-        """What the model wants at every step besides tokens, mask, positions and cache.
+    def _step_inputs(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The first new token's position, and what a step takes besides tokens, mask, positions and cache.
+
+        The model prepares its inputs once for the prompt and once for the token after it. Where the second does not
+        follow from the first, the model does something at each step that the loop would not.
 
         Raises:
-            ValueError: it wants a tensor, which would have to grow with the rows.
+            ValueError: it does.
         """
-        prepared = self.model.prepare_inputs_for_generation(
-            self.input_ids, next_sequence_length=1, is_first_iteration=False, **self.model_kwargs
+        model, kwargs = self.model, self.model_kwargs
+        prompt = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **kwargs)
+        longer = torch.cat([self.input_ids, self.input_ids[:, -1:]], dim=1)
+        step_kwargs = dict(kwargs, position_ids=_one_longer(kwargs["position_ids"], step=1))
+        if kwargs.get("attention_mask") is not None:
+            step_kwargs["attention_mask"] = _one_longer(kwargs["attention_mask"], step=0)
+        step = model.prepare_inputs_for_generation(
+            longer, next_sequence_length=1, is_first_iteration=False, **step_kwargs
         )
-        constants = {k: v for k, v in prepared.items() if k not in _PREPARED and v is not None}
-        growing = sorted(name for name, value in constants.items() if isinstance(value, torch.Tensor))
+        name = type(model).__name__
+        before, after = prompt.get("position_ids"), step.get("position_ids")
+        if before is None or after is None or not torch.equal(before[..., -1:] + 1, after[..., -1:]):
+            raise ValueError(f"{name} is not served by drafters yet: it makes positions of its own at every step.")
+        if step.get("cache") is not self.ragged.cache:
+            raise ValueError(f"{name} is not served by drafters yet: it replaces its cache while it generates.")
+        constants = {key: value for key, value in step.items() if key not in _PREPARED and value is not None}
+        growing = sorted(key for key, value in constants.items() if isinstance(value, torch.Tensor))
         if growing:
-            raise ValueError(
-                f"{type(self.model).__name__} wants `{growing[0]}` at every step, which is not served yet."
-            )
-        return constants
+            raise ValueError(f"{name} is not served by drafters yet: it takes `{growing[0]}` at every step.")
+        return after[..., -1:], constants
+
+
+def _one_longer(values: torch.Tensor, step: int) -> torch.Tensor:
+    """[..., W + 1] with one more column, the last one plus `step`."""
+    return torch.cat([values, values[..., -1:] + step], dim=-1)

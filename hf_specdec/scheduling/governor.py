@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FORGET = 0.9  # weight of everything before the newest round
-_PROBE_EVERY = 12  # plain steps between two probes
+_PROBE_EVERY = 12  # plain steps before the first probe; each one that shows nothing doubles them, up to
+_PROBE_AT_MOST = 48
 _PROBE_LENGTH = 2
 
 
@@ -52,7 +53,7 @@ class Governor:
         self.num_tokens, self.max_tokens, self.adaptive = num_tokens, max_tokens, adaptive and max_tokens > 0
         self._accepted, self._tried = 0.0, 0.0
         self._verification, self._drafting = _Line(), _Line()
-        self._plain_steps = 0
+        self._plain_steps, self._probe_every = 0, _PROBE_EVERY
 
     def observe(self, drafted: list[int], accepted: list[int], draft_time: float, verify_time: float) -> None:
         """Learn from a round.
@@ -72,11 +73,16 @@ class Governor:
         self._drafting.add(longest, draft_time)
         self._accepted = _FORGET * self._accepted + sum(accepted)
         self._tried = _FORGET * self._tried + sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
+        was_probe = self.num_tokens == 0
         self.num_tokens = self._best_length()
+        if self.num_tokens > 0:
+            self._probe_every = _PROBE_EVERY
+        elif was_probe:
+            self._probe_every = min(2 * self._probe_every, _PROBE_AT_MOST)
 
     def next_length(self) -> int:
         """Tokens to draft in the next round."""
-        if self.adaptive and self.num_tokens == 0 and self._plain_steps >= _PROBE_EVERY:
+        if self.adaptive and self.num_tokens == 0 and self._plain_steps >= self._probe_every:
             return min(_PROBE_LENGTH, self.max_tokens)
         return self.num_tokens
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...decoding.ragged_model import RaggedModel, why_not_ragged
+from ...decoding.ragged_model import RaggedModel, max_positions, why_not_ragged
 from ...verification import DRAFT, TARGET, Draft, OneHot, RoundNoise, Sampled, Verdict
 from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals
 
@@ -37,7 +37,7 @@ class DraftModelDrafter(Drafter):
         reason = why_not_ragged(model)
         if reason is not None:
             raise ValueError(f"{type(model).__name__} cannot be a draft model: {reason}.")
-        self.model = model.eval()
+        self.model = model
 
     @staticmethod
     def check_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -80,23 +80,32 @@ class DraftModelSession(DraftSession):
         self.shared_noise = request.config.rule == "coupled"
         self.ragged: RaggedModel | None = None
         self.padding = (self.rows.lengths - self.rows.positions).to(self.model.device)  # [B] left padding
+        self.max_positions = max_positions(self.model)
         self.valid = [0] * len(self.rows.widths)
         self.num_drafted = 0
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
-        rows, process, num_tokens = self.rows, self.request.process, max(budget)
+        rows, process = self.rows, self.request.process
+        budget = self._within_positions(budget)
+        num_tokens = max(budget)
+        if num_tokens == 0:
+            return Draft.empty(len(budget), rows.ids.device)
         noise = RoundNoise(self.request.noise, rows.positions, verification) if self.request.noise else None
         # Everything that comes from the host is made here: later it would wait for the forwards in flight.
         lengths = torch.tensor(list(budget), device=rows.ids.device)
         tokens: list[torch.Tensor] = []
         law_logits: list[torch.Tensor] = []
+        computed: list[torch.Tensor] = []
         logits = self._catch_up()
         for slot in range(num_tokens):
             scores = process(self._fit(logits), slot)
             if self.draws and noise is not None:
                 # A coupled draft reads the very noise that the target will read at this position.
                 tokens.append(noise.choose(TARGET if self.shared_noise else DRAFT, scores, slot))
-                law_logits.append(scores)
+                # Processors may leave none of the draft model's tokens; the token is then no draw, and will not pass.
+                empty = scores.amax(dim=-1).isneginf()
+                law_logits.append(scores.masked_fill(empty[..., None], 0.0))
+                computed.append(empty)
             else:
                 tokens.append(scores.argmax(dim=-1))
             if slot == num_tokens - 1:
@@ -107,7 +116,10 @@ class DraftModelSession(DraftSession):
         self.num_drafted = num_tokens
         drafted = torch.cat(tokens, dim=1)
         past = torch.arange(num_tokens, device=drafted.device) >= lengths[:, None]
-        law = Sampled(torch.cat(law_logits, dim=1), shared_noise=self.shared_noise) if law_logits else OneHot()
+        law: OneHot | Sampled = OneHot()
+        if law_logits:
+            one_hot = torch.cat(computed, dim=1)
+            law = Sampled(torch.cat(law_logits, dim=1), one_hot=one_hot, shared_noise=self.shared_noise)
         return Draft(drafted.masked_fill(past, -1), lengths, law)
 
     def observe(self, signals: Signals | None, verdict: Verdict) -> None:
@@ -117,6 +129,13 @@ class DraftModelSession(DraftSession):
             # The last drafted token was never an input, so its keys are not there even if it was accepted.
             self.valid[b] = self.rows.widths[b] - len(new) + min(accepted, self.num_drafted - 1)
         self.num_drafted = 0
+
+    def _within_positions(self, budget: Sequence[int]) -> list[int]:
+        """The budget as far as the draft model has positions: its last input is the last but one drafted token."""
+        if self.max_positions is None:
+            return list(budget)
+        rooms = [self.max_positions + 1 - len(text) for text in self.rows.texts]
+        return [max(0, min(k, room)) if room > 0 else 0 for k, room in zip(budget, rooms, strict=True)]
 
     def _catch_up(self) -> torch.Tensor:
         """Run what the draft model has not seen of the text; [B, 1, V'] logits of the next token."""
@@ -147,7 +166,9 @@ class DraftModelSession(DraftSession):
         device = self.model.device
         offsets = offsets.to(device)
         columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
-        positions = (columns - self.padding[:, None]).clamp_min(0)
+        # Rows past the model's last position are drafted for nothing; they must not end the others' drafting.
+        last = None if self.max_positions is None else self.max_positions - 1
+        positions = (columns - self.padding[:, None]).clamp(0, last)
         return self.ragged.forward(self._known(tokens), offsets, host_offsets, positions).logits
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,246 @@
+"""Targets and inputs with ways of their own: exact, or refused with the reason, never silently wrong."""
+
+import pytest
+import torch
+from scripted import ScriptedDrafter
+from tiny import EOS, perturbed, prompts, randomise, tiny_config, tiny_target
+from transformers import (
+    AutoModelForCausalLM,
+    DogeConfig,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    StoppingCriteria,
+)
+
+from hf_specdec import AutoDrafter
+from hf_specdec.drafters.draft_model import DraftModelDrafter
+
+NEW_TOKENS = 30
+
+
+def build(config):
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+    randomise(model, seed=0)
+    return model
+
+
+def llama(**changes):
+    return LlamaConfig(**{**tiny_config("llama").to_dict(), "eos_token_id": None, **changes})
+
+
+def scripted(model, inputs, expected, **options):
+    width = inputs["input_ids"].shape[1]
+    right = lambda row, round: (row + 2 * round) % 4  # noqa: E731
+    return ScriptedDrafter(expected[:, width:].tolist(), right=right, num_draft_tokens=3, **options).bind(model)
+
+
+def generate(model, inputs, drafter=None, **options):
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, **options}
+    return model.generate(**inputs, assistant_model=drafter, **options)
+
+
+def rope(kind):
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        parameters.update(
+            short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)], original_max_position_embeddings=24
+        )
+    return parameters
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_change_with_length_are_served_up_to_where_they_change(kind):
+    model = build(llama(max_position_embeddings=24 if kind == "dynamic" else 96, rope_parameters=rope(kind)))
+    inputs = prompts([9])
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1, num_draft_tokens=3)
+    with pytest.raises(ValueError, match=f"served up to 21 tokens, because its '{kind}' rotary embedding changes"):
+        generate(model, inputs, drafter)
+    expected = generate(model, inputs, max_new_tokens=12)
+    assert torch.equal(generate(model, inputs, drafter, max_new_tokens=12), expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_other_rotary_embeddings_are_served_at_any_length(kind):
+    parameters = {**rope(kind), "original_max_position_embeddings": 24}
+    if kind == "llama3":
+        parameters.update(low_freq_factor=1.0, high_freq_factor=4.0)
+    model = build(llama(max_position_embeddings=96, rope_parameters=parameters))
+    inputs = prompts([9, 4])
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
+
+
+def test_an_attention_that_drops_tokens_is_served_up_to_where_it_does():
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = build(DogeConfig(vocab_size=97, num_key_value_heads=2, keep_window_size=8, eos_token_id=None, **shape))
+    drafter = AutoDrafter.for_target(model, "lookup", num_draft_tokens=1)
+    with pytest.raises(ValueError, match="up to 7 tokens, because its attention drops tokens"):
+        generate(model, prompts([5]), drafter)
+
+
+def test_models_whose_code_wants_rows_of_one_length_are_refused():
+    model = build(
+        GPTNeoConfig(vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global"], 2]])
+    )
+    with pytest.raises(ValueError, match="its attention slices a causal mask of its own"):
+        generate(model, prompts([5]), AutoDrafter.for_target(model, "none"))
+
+
+def test_a_model_that_fails_on_explicit_masks_is_refused_with_its_own_words():
+    config = FalconConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    model = build(config)
+    with pytest.raises(ValueError, match="FalconForCausalLM is not served by drafters: its forward over rows"):
+        generate(model, prompts([5]), AutoDrafter.for_target(model, "none"))
+
+
+def with_own_preparation(change):
+    """A target whose preparation of the inputs is changed."""
+    model = perturbed(tiny_target("llama"), 0.0)
+    original = model.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(input_ids, **kwargs):
+        prepared = original(input_ids, **kwargs)
+        change(prepared, kwargs)
+        return prepared
+
+    model.prepare_inputs_for_generation = prepare_inputs_for_generation
+    return model
+
+
+def test_positions_that_a_model_shifts_while_preparing_are_followed():
+    def shift(prepared, kwargs):
+        prepared["position_ids"] = prepared["position_ids"] + 1
+
+    model, inputs = with_own_preparation(shift), prompts([9])
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda prepared, kwargs: prepared.update(position_ids=None), "makes positions of its own"),
+        (
+            lambda prepared, kwargs: (
+                kwargs["is_first_iteration"] or prepared.update(position_ids=prepared["position_ids"] + 1)
+            ),
+            "makes positions of its own",
+        ),
+        (lambda prepared, kwargs: prepared.update(cache=None), "replaces its cache"),
+        (
+            lambda prepared, kwargs: prepared.update(token_type_ids=torch.zeros(1, 1)),
+            "takes `token_type_ids` at every step",
+        ),
+    ],
+    ids=["no positions", "positions that jump", "no cache", "a tensor at every step"],
+)
+def test_what_a_model_does_at_every_step_on_its_own_is_refused_before_the_prefill(change, match, monkeypatch):
+    model = with_own_preparation(change)
+    monkeypatch.setattr("hf_specdec.integration.generate.check_ragged", lambda model: None)
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    with pytest.raises(ValueError, match=match):
+        generate(model, prompts([9]), AutoDrafter.for_target(model, "none"))
+    assert forwards == []
+
+
+def gpt2(positions, **changes):
+    config = GPT2Config(
+        vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=positions, eos_token_id=None, **changes
+    )
+    return build(config)
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.width)
+
+
+def test_drafts_end_at_the_targets_last_position():
+    model, inputs = gpt2(24), prompts([9])
+    options = {"max_new_tokens": 100, "stopping_criteria": [StopAt(24)]}
+    expected = generate(model, inputs, **options)
+    drafter = ScriptedDrafter(expected[:, 9:].tolist(), num_draft_tokens=6).bind(model)
+    assert torch.equal(generate(model, inputs, drafter, **options), expected)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 6]], ids=["one row", "batch"])
+def test_a_draft_model_with_fewer_positions_than_the_text_stops_drafting_there(lengths):
+    model, inputs = build(llama()), prompts(lengths)
+    expected = generate(model, inputs)
+    drafter = DraftModelDrafter(gpt2(20), num_draft_tokens=4).bind(model)
+    assert torch.equal(generate(model, inputs, drafter), expected)
+    assert 0 < drafter.last_stats.num_drafted < 4 * drafter.last_stats.num_verifications
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection", "block"])
+def test_processors_may_forbid_every_token_of_a_smaller_draft_vocabulary(rule):
+    model, inputs = build(llama()), prompts([9, 4])
+
+    def only_the_last_ids(ids, scores):
+        return scores.index_fill(1, torch.arange(92), -torch.inf)
+
+    small = build(LlamaConfig(**{**tiny_config("llama", vocab_size=90).to_dict(), "eos_token_id": None}))
+    drafter = DraftModelDrafter(small, rule=rule, seed=1, num_draft_tokens=2).bind(model)
+    found = generate(model, inputs, drafter, do_sample=True, top_k=0, logits_processor=[only_the_last_ids])
+    assert int(found[:, 9:].min()) >= 92
+    assert drafter.last_stats.num_accepted == 0 and drafter.last_stats.num_drafted > 0
+
+
+def test_criteria_are_given_the_scores_that_plain_generate_gives_them():
+    model, inputs = tiny_target("llama"), prompts([9])
+    seen = []
+
+    class Reads(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            seen.append((len(scores), scores[-1].argmax().item()))
+            return torch.tensor([len(scores) >= 17])
+
+    options = {"output_scores": True, "return_dict_in_generate": True, "stopping_criteria": [Reads()]}
+    expected = generate(model, inputs, **options)
+    plain, seen = seen, []
+    found = generate(model, inputs, scripted(model, inputs, expected.sequences), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert seen == plain and len(found.scores) == 17
+
+
+def test_integer_ids_of_any_width():
+    model, inputs = tiny_target("llama"), prompts([9, 4])
+    narrow = {"input_ids": inputs["input_ids"].int(), "attention_mask": inputs["attention_mask"]}
+    expected = generate(model, narrow)
+    assert torch.equal(generate(model, narrow, scripted(model, inputs, expected)), expected)
+
+
+def test_memory_follows_the_text_and_not_its_limit():
+    model, inputs = build(llama()), prompts([9])
+    options = {"max_new_tokens": 10**12, "stopping_criteria": [StopAt(20)]}
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1)
+    assert torch.equal(generate(model, inputs, drafter, **options), generate(model, inputs, max_new_tokens=11))
+
+
+def test_texts_that_outgrow_every_first_allocation():
+    model, inputs = build(llama(max_position_embeddings=2048)), prompts([9, 300])
+    expected = generate(model, inputs, max_new_tokens=900)
+    drafter = ScriptedDrafter(expected[:, 300:].tolist(), right=lambda row, round: 5 + row, num_draft_tokens=9)
+    assert torch.equal(generate(model, inputs, drafter.bind(model), max_new_tokens=900), expected)
+
+
+def test_a_compiled_target_is_known_by_what_was_compiled():
+    model, inputs = perturbed(tiny_target("llama"), 0.0), prompts([9])
+    compiled = torch.compile(model, backend="eager")
+    drafter = AutoDrafter.for_target(compiled, "lookup", min_ngram=1)
+    assert torch.equal(generate(compiled, inputs, drafter), generate(model, inputs))
+
+
+def test_the_prompts_special_tokens_are_no_stop():
+    model = tiny_target("llama")
+    inputs = prompts([9, 4])
+    inputs["input_ids"][:, -2] = EOS
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
