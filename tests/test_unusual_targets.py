@@ -119,16 +119,16 @@ def test_positions_that_a_model_shifts_while_preparing_are_followed():
     assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
 
 
+def jump_after_the_prefill(prepared, kwargs):
+    if not kwargs["is_first_iteration"]:
+        prepared["position_ids"] = prepared["position_ids"] + 1
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda prepared, kwargs: prepared.update(position_ids=None), "makes positions of its own"),
-        (
-            lambda prepared, kwargs: (
-                kwargs["is_first_iteration"] or prepared.update(position_ids=prepared["position_ids"] + 1)
-            ),
-            "makes positions of its own",
-        ),
+        (jump_after_the_prefill, "makes positions of its own"),
         (lambda prepared, kwargs: prepared.update(cache=None), "replaces its cache"),
         (
             lambda prepared, kwargs: prepared.update(token_type_ids=torch.zeros(1, 1)),
@@ -147,11 +147,9 @@ def test_what_a_model_does_at_every_step_on_its_own_is_refused_before_the_prefil
     assert forwards == []
 
 
-def gpt2(positions, **changes):
-    config = GPT2Config(
-        vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=positions, eos_token_id=None, **changes
-    )
-    return build(config)
+def gpt2(positions):
+    special = {"bos_token_id": 1, "eos_token_id": None}
+    return build(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=positions, **special))
 
 
 class StopAt(StoppingCriteria):
