@@ -89,8 +89,8 @@ class Rows:
                 continue
             if accepted < 0:
                 raise ValueError(
-                    f"the target's scores for row {b} at column {self.widths[b]} are NaN or forbid every token; "
-                    "look for overflow in the target's dtype, or for processors that contradict each other."
+                    f"the scores for row {b} at column {self.widths[b]} are NaN or forbid every token; "
+                    "look for overflow in the models' dtypes, or for processors that contradict each other."
                 )
             self.drafted[b], self.accepted[b] = drafted, accepted
             self.emitted[b] = stops.cut(tokens[: accepted + 1], self.widths[b])
