@@ -53,6 +53,8 @@ def check_greedy(model, inputs, new_tokens):
     for name, drafter in {
         "lookup": AutoDrafter.for_target(model, "lookup"),
         "some right": ScriptedDrafter(texts, right=some_right, num_draft_tokens=6).bind(model),
+        "all right": ScriptedDrafter(texts, num_draft_tokens=6).bind(model),
+        "all wrong": ScriptedDrafter(texts, right=lambda row, round: 0, num_draft_tokens=2).bind(model),
     }.items():
         found = model.generate(**inputs, **options, assistant_model=drafter)
         assert torch.equal(found, expected), name

@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 
 from .base import Drafter
 
-_METHOD_MODULES = ("none", "lookup", "draft_model")  # one line per method; each registers itself when imported
+_METHOD_MODULES = (
+    "none",
+    "lookup",
+    "draft_model",
+    "eagle3",
+)  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 

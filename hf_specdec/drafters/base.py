@@ -29,10 +29,12 @@ class TargetSignals:
 
     Args:
         hidden_states: indices into transformers' `hidden_states` tuple: 0 is the embedding's output and i the output
-            of layer i - 1.
+            of layer i - 1. The last one, as transformers gives it, has gone through the final norm.
+        pre_norm_last: give the last one as it was before the final norm.
     """
 
     hidden_states: tuple[int, ...] = ()
+    pre_norm_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class RowsView(Protocol):
         widths: columns of each row that hold text or left padding.
         texts: token ids of each row without padding; the lists grow in place.
         finished: rows that have stopped; what is drafted for them is ignored.
-        accepted, emitted: of the last verification, the accepted tokens' number and the tokens that reached the text.
+        drafted, accepted, emitted: of the last verification, how many tokens were drafted and accepted, and the tokens
+            that reached the text.
     """
 
     ids: torch.Tensor
@@ -64,6 +67,7 @@ class RowsView(Protocol):
     widths: list[int]
     texts: list[list[int]]
     finished: list[bool]
+    drafted: list[int]
     accepted: list[int]
     emitted: list[list[int]]
 

@@ -75,6 +75,11 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
     drafter.check_bound_to(model)
+    if getattr(config, "prefill_chunk_size", None) and drafter.signals.hidden_states:
+        raise ValueError(
+            f"`prefill_chunk_size` is {config.prefill_chunk_size}; a {drafter.method!r} drafter reads hidden states of "
+            "the whole prompt, leave it out."
+        )
     num_draft_tokens(drafter, config)
 
 
@@ -181,6 +186,7 @@ def generate(
         speculate(call, rows, stats)
     finally:
         call.session.close()
+        target.close()
     drafter.last_stats = stats
     sequences = rows.sequences()
     if not returns_dict:

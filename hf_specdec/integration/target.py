@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..decoding.ragged_model import RaggedModel
@@ -48,10 +50,14 @@ class RaggedTarget:
         self.model_kwargs = {**model_kwargs, "cache": self.ragged.cache}
         if wanted.hidden_states:
             self.model_kwargs["output_hidden_states"] = list(wanted.hidden_states)
+        self.last_state: torch.Tensor | None = None
+        self.hook: Any = None
         # [..., B or 1, 1] position of the first new token, and what else a step takes
         self.next_position, self.constants = self._step_inputs()
 
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
+        if self.wanted.pre_norm_last:
+            self.hook = self._watch_last_layer()
         output = self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
         self.ragged.cache.begin_rows()
         return self._logits(output)[:, -1:], self._signals(output)
@@ -71,7 +77,32 @@ class RaggedTarget:
     def _signals(self, output: Any) -> Signals | None:
         if not self.wanted.hidden_states:
             return None
-        return Signals({index: output.hidden_states[index] for index in self.wanted.hidden_states})
+        states = {index: output.hidden_states[index] for index in self.wanted.hidden_states}
+        if self.last_state is not None:
+            states[self.num_layers], self.last_state = self.last_state, None
+        return Signals(states)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self.hook is not None:
+            self.hook.remove()
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config().num_hidden_layers
+
+    def _watch_last_layer(self) -> Any:
+        """Keep the last layer's output of each forward: transformers gives it after the final norm only."""
+        decoder, thread = self.model.get_decoder(), threading.get_ident()
+        stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
+        if not stacks:
+            raise ValueError(f"{type(self.model).__name__} has no list of its layers, so the last one cannot be read.")
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if threading.get_ident() == thread:  # the model may serve other calls beside this one
+                self.last_state = output[0] if isinstance(output, tuple) else output
+
+        return stacks[0][-1].register_forward_hook(keep)
 
     def _step_inputs(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """The first new token's position, and what a step takes besides tokens, mask, positions and cache.

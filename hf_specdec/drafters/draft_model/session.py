@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.ragged_model import RaggedModel, max_positions, why_not_ragged
-from ...verification import DRAFT, TARGET, Draft, OneHot, RoundNoise, Sampled, Verdict
+from ...verification import Draft, Verdict
 from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals
+from ..common.chain import draw_chain
 
 _MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
 _MOST_PADDING_SHARE = 0.1
@@ -76,8 +77,6 @@ class DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModelDrafter, request: DraftRequest) -> None:
         self.model = drafter.model
         self.request, self.rows = request, request.rows
-        self.draws = request.config.draft_sampling == "sample"
-        self.shared_noise = request.config.rule == "coupled"
         self.ragged: RaggedModel | None = None
         self.padding = (self.rows.lengths - self.rows.positions).to(self.model.device)  # [B] left padding
         self.max_positions = max_positions(self.model)
@@ -85,42 +84,17 @@ class DraftModelSession(DraftSession):
         self.num_drafted = 0
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
-        rows, process = self.rows, self.request.process
+        rows = self.rows
         budget = self._within_positions(budget)
-        num_tokens = max(budget)
-        if num_tokens == 0:
-            return Draft.empty(len(budget), rows.ids.device)
-        noise = RoundNoise(self.request.noise, rows.positions, verification) if self.request.noise else None
-        # Everything that comes from the host is made here: later it would wait for the forwards in flight.
-        lengths = torch.tensor(list(budget), device=rows.ids.device)
-        tokens: list[torch.Tensor] = []
-        law_logits: list[torch.Tensor] = []
-        computed: list[torch.Tensor] = []
-        logits = self._catch_up()
-        for slot in range(num_tokens):
-            scores = process(self._fit(logits), slot)
-            if self.draws and noise is not None:
-                # A coupled draft reads the very noise that the target will read at this position.
-                tokens.append(noise.choose(TARGET if self.shared_noise else DRAFT, scores, slot))
-                # Processors may leave none of the draft model's tokens; the token is then no draw, and will not pass.
-                empty = scores.amax(dim=-1).isneginf()
-                law_logits.append(scores.masked_fill(empty[..., None], 0.0))
-                computed.append(empty)
-            else:
-                tokens.append(scores.argmax(dim=-1))
-            if slot == num_tokens - 1:
-                break
-            if self.request.processors_read_ids:
-                rows.place_draft(torch.cat(tokens, dim=1))
-            logits = self._forward(tokens[-1], rows.lengths + slot, [width + slot for width in rows.widths])
-        self.num_drafted = num_tokens
-        drafted = torch.cat(tokens, dim=1)
-        past = torch.arange(num_tokens, device=drafted.device) >= lengths[:, None]
-        law: OneHot | Sampled = OneHot()
-        if law_logits:
-            one_hot = torch.cat(computed, dim=1)
-            law = Sampled(torch.cat(law_logits, dim=1), one_hot=one_hot, shared_noise=self.shared_noise)
-        return Draft(drafted.masked_fill(past, -1), lengths, law)
+
+        def advance(token: torch.Tensor | None, slot: int) -> torch.Tensor:
+            if token is None:
+                return self._fit(self._catch_up())
+            offsets, host_offsets = rows.lengths + slot - 1, [width + slot - 1 for width in rows.widths]
+            return self._fit(self._forward(token, offsets, host_offsets))
+
+        self.num_drafted = max(budget)
+        return draw_chain(self.request, budget, verification, advance)
 
     def observe(self, signals: Signals | None, verdict: Verdict) -> None:
         if self.num_drafted == 0:

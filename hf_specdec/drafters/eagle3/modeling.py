@@ -1,0 +1,213 @@
+"""The EAGLE-3 network (Li et al. 2025, arXiv:2503.01840): one graph for every published format.
+
+An entry stands for one position: the token there, and a feature of the position before it. A feature is `fc` of the
+target's hidden states where the target has been, and the head's own last state where it drafts on.
+
+    x = [norm_in(embed(token)), norm_hidden(feature)]      twice the width, the embedding first
+    layer 0 attends from x; its residual stream is the feature
+    logits = lm_head(norm(out))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from ...decoding.cache import RaggedCache
+from .configuration import Eagle3Config
+
+
+class Eagle3Model(nn.Module):
+    """Weights of a head; names as in the checkpoints.
+
+    Args:
+        config: the head.
+        own_embedding: whether it has an embedding of its own; otherwise the caller passes the target's.
+        own_head: the same for the output head.
+    """
+
+    def __init__(self, config: Eagle3Config, own_embedding: bool, own_head: bool) -> None:
+        super().__init__()
+        self.config = config
+        size, eps, num_aux = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
+        if num_aux:
+            self.fc = nn.Linear(num_aux * config.target_hidden_size, size, bias=config.fc_bias)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(num_aux * config.target_hidden_size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(num_aux))
+        self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(len(config.windows)))
+        self.norm = LlamaRMSNorm(size, eps)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if own_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+
+    def fuse(self, hidden_states: list[torch.Tensor]) -> torch.Tensor:
+        """[B, m, H] features of positions that the target has processed.
+
+        Args:
+            hidden_states: one [B, m, Ht] for each of `aux_layers`, or the final normed state where there are none.
+        """
+        config = self.config
+        if not config.aux_layers:
+            return hidden_states[0]
+        if config.fc_norm:
+            hidden_states = [norm(states) for norm, states in zip(self.fc_norm, hidden_states, strict=True)]
+        joined = torch.cat(hidden_states, dim=-1)
+        return self.fc(self.input_norm(joined) if config.norm_before_fc else joined)
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        masks: dict[int | None, torch.Tensor],
+        cache: RaggedCache,
+    ) -> torch.Tensor:
+        """[B, m, H] the last layer's output, before the last norm.
+
+        Args:
+            embedded: [B, m, H] embeddings of the entries' tokens.
+            features: [B, m, H] features of the positions before them.
+            positions: [B, m].
+            masks: [B, 1, m, slots] for each of the layers' windows, True where an entry sees a slot.
+            cache: keys and values, placed for these entries.
+        """
+        rotation = self.rotary(features, positions)
+        states = features
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            states = layer(embedded, states, rotation, masks[window], cache)
+        return states
+
+    def recurrent(self, output: torch.Tensor) -> torch.Tensor:
+        """The feature of the next drafted position."""
+        return self.norm(output) if self.config.norm_output else output
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer; the first one also takes the embedding."""
+
+    def __init__(self, config: Eagle3Config, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.takes_embedding = index == 0
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(size, eps)
+        if self.takes_embedding:
+            self.hidden_norm = LlamaRMSNorm(size, eps) if config.aux_layers else nn.Identity()
+        self.self_attn = Eagle3Attention(config, index, 2 * size if self.takes_embedding else size)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.mlp = Eagle3MLP(config)
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        states: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
+        cache: RaggedCache,
+    ) -> torch.Tensor:
+        residual = states
+        if self.takes_embedding:
+            normed = self.hidden_norm(states)
+            residual = normed if self.norm_before_residual else states
+            states = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        else:
+            states = self.input_layernorm(states)
+        states = residual + self.self_attn(states, rotation, mask, cache)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, index: int, input_size: int) -> None:
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
+        cache: RaggedCache,
+    ) -> torch.Tensor:
+        shape = (*states.shape[:2], -1, self.head_dim)
+        queries, keys, values = (p(states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        cos, sin = (part.unsqueeze(1) for part in rotation)
+        queries, keys = (rotate(x.transpose(1, 2), cos, sin) for x in (queries, keys))
+        keys, values = cache.update(keys, values.transpose(1, 2), self.index)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Eagle3MLP(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Rotary(nn.Module):
+    """Rotary embedding by transformers' formulas, at any length and without memory of the texts before."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = layer_config(config)
+        self.dynamic = config.rope_parameters["rope_type"] == "dynamic"
+        with torch.device("cpu"):  # no weight fills this in where the rest is built on the meta device
+            embedding = LlamaRotaryEmbedding(self.config)
+        self.scaling: float = embedding.attention_scaling
+        self.inv_freq: torch.Tensor
+        self.register_buffer("inv_freq", embedding.inv_freq, persistent=False)
+
+    def forward(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B, m, head_dim] of positions [B, m], in the dtype of `states`."""
+        inv_freq = self.inv_freq
+        if self.dynamic:  # the base grows with the row's length
+            lengths = positions.amax(dim=-1)[:, None, None] + 1
+            inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](self.config, positions.device, seq_len=lengths)
+        angles = positions[..., None].float() * inv_freq.float()
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scaling).to(states.dtype), (angles.sin() * self.scaling).to(states.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by halves: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+def layer_config(config: Eagle3Config) -> LlamaConfig:
+    """What transformers' rotary embedding and our cache need to know, as a config of theirs."""
+    return LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,  # theirs has to be a multiple of the heads
+        num_hidden_layers=len(config.windows),
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+        vocab_size=config.vocab_size,
+    )
