@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,8 +36,9 @@ class SpecConfig:
         governor: with `num_draft_tokens="auto"`, "auto" fits the length to what drafts gain and cost, down to none
             where they do not pay; "off" keeps the drafter's length. Costs are measured, so lengths differ between runs;
             below fp32, where a length can change a rounding, "off" makes runs repeatable.
-        kernels: "torch" is the reference; "auto" picks the fastest implementation present.
-        seed: an integer, or one integer per row; None draws one from torch's generator.
+        kernels: what verifies; "torch", the reference, is all that this version has, so "auto" means it too.
+        seed: an integer of 64 bits, or one per row; None draws one from torch's generator. A fixed seed gives the same
+            text at every call.
         effort, schedule, tree, lenience: served by drafters and rules that this version does not have yet; any other
             value than the default is refused.
     """
@@ -67,15 +70,14 @@ class SpecConfig:
                     f"`{name}` is {getattr(self, name)!r}; this version has no {what} yet, leave it at None."
                 )
         seeds = self.seed if isinstance(self.seed, list) else [self.seed]
-        if self.seed is not None and not (seeds and all(type(seed) is int for seed in seeds)):
-            raise ValueError(f"`seed` is {self.seed!r}; give an integer, a list with one integer a row, or None.")
+        if self.seed is not None and not (seeds and all(map(_is_seed, seeds))):
+            raise ValueError(
+                f"`seed` is {self.seed!r}; give an integer of 64 bits, a list with one such integer a row, or None."
+            )
 
     def with_options(self, **options: Any) -> SpecConfig:
         """A copy with some options changed; unknown names are refused."""
-        known = {field.name for field in fields(self)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r}; SpecConfig has {', '.join(sorted(known))}.")
+        check_names(options, [field.name for field in fields(self)])
         return replace(self, **options)
 
     @classmethod
@@ -89,3 +91,16 @@ class SpecConfig:
         if not isinstance(options, dict):
             raise ValueError(f"{os.fspath(path)} holds a JSON {type(options).__name__}; a SpecConfig is an object.")
         return cls().with_options(**options)
+
+
+def check_names(options: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse unknown option names, with the nearest known one."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"unknown option {name!r}{hint}; the options are {', '.join(sorted(known))}.")
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 64

@@ -123,6 +123,7 @@ def test_an_assistant_tokenizer(no_forward):
         ({"lenience": 1.5}, "`lenience` is 1.5"),
         ({"seed": "x"}, "`seed` is 'x'"),
         ({"seed": []}, "`seed` is \\[\\]"),
+        ({"seed": 2**64}, "`seed` is 18446744073709551616"),
         ({"colour": 1}, "unknown option 'colour'"),
     ],
     ids=str,
@@ -132,6 +133,45 @@ def test_options_of_a_config_and_of_a_drafter(options, match):
         SpecConfig().with_options(**options)
     with pytest.raises(ValueError, match=match):
         AutoDrafter.for_target(tiny_target("llama"), "lookup", **options)
+
+
+def test_a_mistyped_option_is_answered_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"unknown option 'max_ngrams' \(did you mean 'max_ngram'\?\)"):
+        AutoDrafter.for_target(tiny_target("llama"), "lookup", max_ngrams=8)
+
+
+def test_options_may_be_given_as_a_whole_and_changed_one_by_one():
+    config = SpecConfig(rule="block", seed=3)
+    drafter = AutoDrafter.for_target(tiny_target("llama"), "lookup", spec_config=config, seed=4)
+    assert drafter.spec_config == SpecConfig(rule="block", seed=4)
+    for bad in ({"rule": "block"}, "block"):
+        with pytest.raises(ValueError, match="`spec_config` is a (dict|str)"):
+            AutoDrafter.for_target(tiny_target("llama"), "lookup", spec_config=bad)
+        with pytest.raises(ValueError, match="`spec_config` is a (dict|str)"):
+            drafter.spec_config = bad
+
+
+@pytest.mark.parametrize("assistant", ["lookup", [1], AutoDrafter], ids=["a name", "a list", "a class"])
+def test_assistants_that_are_no_objects(no_forward, assistant):
+    with pytest.raises(
+        ValueError, match="`assistant_model` is .*; give a drafter, as AutoDrafter returns it, or a model"
+    ):
+        tiny_target("llama").generate(**prompts([6]), assistant_model=assistant)
+
+
+def test_a_drafter_in_the_place_of_a_function(no_forward):
+    drafter = AutoDrafter.for_target(tiny_target("llama"), "lookup")
+    with pytest.raises(TypeError, match="custom_generate=SpecGenerate"):
+        tiny_target("llama").generate(**prompts([6]), custom_generate=drafter)
+
+
+def test_options_of_other_assistants_are_answered_with_a_warning():
+    model = tiny_target("llama")
+    drafter = AutoDrafter.for_target(model, "lookup")
+    with pytest.warns(UserWarning, match="`num_assistant_tokens_schedule` belongs to transformers' own assistants"):
+        model.generate(
+            **prompts([6]), max_new_tokens=2, assistant_model=drafter, num_assistant_tokens_schedule="heuristic"
+        )
 
 
 @pytest.mark.parametrize("options", [{"min_ngram": 0}, {"max_ngram": 1}, {"max_candidates": 0}], ids=str)

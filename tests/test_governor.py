@@ -323,3 +323,18 @@ def test_plain_decoding_is_never_governed():
     speculative(model, inputs, drafter)
     assert drafter.last_stats.num_drafted == 0
     assert drafter.last_stats.num_plain_steps == drafter.last_stats.num_emitted
+
+
+@pytest.mark.parametrize("plain_steps", [0, 10])
+@pytest.mark.parametrize("slow_at", [0, 1, 20])
+def test_one_slow_round_does_not_turn_drafting_off(slow_at, plain_steps):
+    """A hiccup of the machine, early or late, must not cost the rounds after it."""
+    world, ours = World(alpha=0.9, per_drafted=0.02), governor()
+    for _ in range(plain_steps):  # a drafter that had nothing to say
+        ours.observe([0], [0], 0.0, VERIFICATION)
+    if slow_at:
+        world.run(ours, slow_at)
+    k = ours.next_length()
+    ours.observe([k], [k], 10 * world.cost(k)[0], 10 * world.cost(k)[1])
+    lengths, _ = world.run(ours, 40)
+    assert lengths.count(0) == 0 and sum(lengths) / len(lengths) > 4

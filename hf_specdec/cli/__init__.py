@@ -1,8 +1,7 @@
 """The `hf-specdec` command; `optimum-cli specdec` enters through the same door.
 
 A command is one module in this folder, named after it: the first line of its docstring is its help, `add_arguments`
-declares what it takes, `run` does it and returns the exit status. `COMMANDS` is the registry. The modules import torch
-and transformers inside `run` only, so that help and wrong arguments are answered at once.
+declares what it takes, `run` does it and returns the exit status. `COMMANDS` is the registry.
 """
 
 import argparse

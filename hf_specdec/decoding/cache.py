@@ -1,8 +1,8 @@
 """A key-value cache whose rows have different lengths.
 
 Slot s of a row holds column s of its text, left padding included. A forward over m tokens writes each row at an offset
-of its own, and an explicit mask says what each token sees. To forget rejected tokens is then to write over them: no
-copy, no crop, and the same mechanism for one row and for many.
+of its own, and an explicit mask says what each token sees. To forget rejected tokens (statistics
+call it "crop") is then to write over them: nothing is copied, and one row and many are served alike.
 
 Memory is allocated ahead and doubled when a text outgrows it. Sliding layers keep every slot, because a row that was
 rejected must be able to go back; their window is in the mask.

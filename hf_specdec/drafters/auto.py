@@ -22,6 +22,14 @@ _METHOD_MODULES = (
     "eagle3",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
+_TELLING_FIELDS = (
+    "architectures",
+    "model_type",
+    "draft_vocab_size",
+    "eagle_config",
+    "dflash_config",
+    "speculators_model_type",
+)
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -72,7 +80,7 @@ class Repository:
     def describe(self) -> str:
         """What was found, for error messages."""
         files = sorted(file.name for file in self.path.iterdir()) if self.path.is_dir() else []
-        fields = {key: self.config[key] for key in ("architectures", "model_type") if key in self.config}
+        fields = {key: self.config[key] for key in _TELLING_FIELDS if key in self.config}
         tensors = sorted(self.tensors or ())
         shown = ", ".join(tensors[:5]) + (f", ... ({len(tensors)} in all)" if len(tensors) > 5 else "")
         return f"files: {', '.join(files) or 'none'}; config: {fields or 'none'}; tensors: {shown or 'none'}"
@@ -113,7 +121,7 @@ def methods() -> dict[str, Method]:
 class AutoDrafter:
     """Finds, loads and binds drafters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("AutoDrafter has no instances; use AutoDrafter.from_pretrained or AutoDrafter.for_target.")
 
     @classmethod
@@ -137,11 +145,12 @@ class AutoDrafter:
             target: the model that it will draft for.
             revision, subfolder, token, local_files_only: as in transformers.
             dtype, device: of the drafter's weights; the target's by default.
-            overrides: fields of SpecConfig, and options of the method.
+            overrides: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`aux_layers`,
+                `own_embedding` and `norm_output` of EAGLE-3).
 
         Raises:
             ValueError: the format is unknown (the sentence lists what was found), or does not fit the target.
-            OSError: the repository is not to be had.
+            OSError: the repository cannot be found or downloaded.
         """
         _check_is_target(target)
         repository = Repository.read(_fetch(name_or_path, revision, subfolder, token, local_files_only))
@@ -159,13 +168,15 @@ class AutoDrafter:
         Args:
             target: the model that it will draft for.
             method: the method's name.
-            options: fields of SpecConfig, and options of the method.
+            options: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`min_ngram`,
+                `max_ngram` and `max_candidates` of lookup).
         """
         _check_is_target(target)
         known = {name: entry for name, entry in methods().items() if entry.for_target is not None}
-        if method not in known:
+        if not isinstance(method, str) or method not in known:
+            names = ", ".join(map(repr, sorted(known)))
             raise ValueError(
-                f"`method` is {method!r}; drafters that live in a target are {', '.join(map(repr, sorted(known)))}. "
+                f"`method` is {method!r}; drafters that need nothing but the target are {names}. "
                 "Drafters with weights of their own are loaded by AutoDrafter.from_pretrained."
             )
         build = known[method].for_target
@@ -230,7 +241,7 @@ def _fetch(
                 ) from error
             except OSError as error:
                 at = f" at revision {revision!r}" if revision else ""
-                raise OSError(f"{name_or_path}{at} is not to be had: {error}") from error
+                raise OSError(f"{name_or_path}{at} cannot be found or downloaded: {error}") from error
 
         folder = download(*_CONFIG_FILES, "*.safetensors")
         if not any((folder / subfolder).glob("*.safetensors")):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ..config import SpecConfig
+from ..config import SpecConfig, check_names
 from ..metrics import SpecStats
 from ..verification import Draft, Noise, Verdict
 
@@ -134,22 +134,57 @@ class Drafter(nn.Module, ABC):
     Attributes:
         method: the drafter's name in the registry.
         default_num_draft_tokens: draft length when the options leave it open.
-        spec_config: the options.
+        option_names: options of the method beside those of SpecConfig, as its constructor or loader takes them.
+        spec_config: the options; may be replaced by another SpecConfig.
         config: the target's vocabulary size and special tokens, which pipelines compare with the target's.
-        last_stats: statistics of the most recent call.
+        last_stats: statistics of the most recent call, None before the first.
     """
 
     __hf_specdec__ = True  # what `generate` looks for in `assistant_model`
     method: str
     default_num_draft_tokens = 5
+    option_names: tuple[str, ...] = ()
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, spec_config: SpecConfig | None = None, **options: Any) -> None:
         super().__init__()
-        self.spec_config = SpecConfig().with_options(**options)
+        self.spec_config = type(self).check_options(spec_config=spec_config, **options)
         self.config = PreTrainedConfig()
         self.generation_config = GenerationConfig()
         self.last_stats: SpecStats | None = None
         self._bound_to: tuple | None = None
+
+    @property
+    def spec_config(self) -> SpecConfig:
+        """The options."""
+        return self._spec_config
+
+    @spec_config.setter
+    def spec_config(self, value: SpecConfig) -> None:
+        if not isinstance(value, SpecConfig):
+            raise ValueError(f"`spec_config` is a {type(value).__name__}; give a SpecConfig.")
+        self._spec_config = value
+
+    @classmethod
+    def check_options(cls, spec_config: SpecConfig | None = None, **options: Any) -> SpecConfig:
+        """The options as a SpecConfig; a method with weights asks before it reads any.
+
+        Args:
+            spec_config: options to start from.
+            options: fields of SpecConfig that replace them.
+
+        Raises:
+            ValueError: a name or a value is not one of them.
+        """
+        if spec_config is not None and not isinstance(spec_config, SpecConfig):
+            raise ValueError(f"`spec_config` is a {type(spec_config).__name__}; give a SpecConfig.")
+        check_names(options, [*cls.option_names, "spec_config", *(field.name for field in fields(SpecConfig))])
+        return (spec_config or SpecConfig()).with_options(**options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A drafter is no model to call."""
+        raise TypeError(
+            "a drafter is given to generate(assistant_model=drafter), or to custom_generate=SpecGenerate(drafter)."
+        )
 
     def bind(self, target: PreTrainedModel) -> Drafter:
         """Check that this drafter can draft for `target`, and copy the ids that must agree.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 20  # what transformers fills in where the user gave nothing
 
-# Methods of GenerationMixin that the dispatcher wraps, and the parameters that it passes or reads.
+# Methods of GenerationMixin that we wrap or call, and their parameters.
 EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
     "_get_candidate_generator": (
@@ -54,5 +54,5 @@ def check_signatures(cls: type) -> None:
             change = "is gone" if found is None else f"takes {', '.join(found)} instead of {', '.join(expected)}"
             raise RuntimeError(
                 f"hf_specdec does not know transformers {transformers.__version__}: {cls.__name__}.{name} {change}. "
-                "Install a transformers release that this version of hf_specdec names in its requirements."
+                "This version was written for transformers 5.24: install that one, or a newer hf_specdec."
             )

@@ -115,6 +115,9 @@ def _wrap_validate(original: Callable) -> Callable:
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         drafter = generation_mode_kwargs.get("assistant_model")
+        if isinstance(drafter, (str, list, tuple, dict, type)):
+            given = drafter.__name__ if isinstance(drafter, type) else repr(drafter)
+            raise ValueError(f"`assistant_model` is {given}; give a drafter, as AutoDrafter returns it, or a model.")
         if not is_drafter(drafter):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if generation_mode_kwargs.get("assistant_tokenizer") is not None:

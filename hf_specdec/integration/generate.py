@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -33,11 +34,18 @@ from .target import RaggedTarget
 
 # Generation options that another way of assisted decoding owns, or that are lossy.
 _FOREIGN_OPTIONS = {
-    "assistant_ensemble_weight": "it changes the law of the text; `SpecConfig(lenience=...)` is the door to loss",
+    "assistant_ensemble_weight": "it changes the law of the text, which a drafter keeps",
     "prompt_lookup_num_tokens": "take AutoDrafter.for_target(model, 'lookup') as the drafter instead",
     "use_mtp": "give either a drafter or use_mtp",
     "assistant_early_exit": "give either a drafter or assistant_early_exit",
     "dola_layers": "a drafter serves greedy decoding and sampling",
+}
+# Options of transformers' own assistants, with what it fills in.
+_WITHOUT_EFFECT = {
+    "assistant_confidence_threshold": 0.4,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
 }
 # Inputs that only the first forward may see are fine; these would have to follow the rows.
 _GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -59,6 +67,9 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
         raise ValueError(f"`num_beams` is {config.num_beams}; a drafter serves greedy decoding and sampling, use 1.")
     if mode not in ("assisted_generation", "greedy_search", "sample"):
         raise ValueError(f"generation mode {mode!r} takes no drafter; a drafter serves greedy decoding and sampling.")
+    for option, default in _WITHOUT_EFFECT.items():
+        if getattr(config, option, None) not in (None, default):
+            warnings.warn(f"`{option}` belongs to transformers' own assistants and has no effect here.", stacklevel=2)
     for option, what in _FOREIGN_OPTIONS.items():
         if getattr(config, option, None):
             raise ValueError(f"`{option}` is {getattr(config, option)!r} beside a drafter: {what}.")

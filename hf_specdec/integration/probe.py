@@ -6,6 +6,7 @@ model, dtype and attention backend, and never touches torch's global random stat
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
@@ -32,13 +33,19 @@ def check_ragged(model: PreTrainedModel) -> None:
     if key not in verdicts:
         try:
             verdicts[key] = measure(model)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as cause:  # a model's own code may fail in any way on masks that it does not expect
             raise ValueError(
                 f"{type(model).__name__} is not served by drafters: its forward over rows of different lengths fails "
                 f"({type(cause).__name__}: {cause})."
             ) from cause
     error, allowed = verdicts[key]
-    if not error <= allowed:
+    if math.isnan(error):
+        raise ValueError(
+            f"{type(model).__name__} gives NaN logits in {model.dtype}; look at its weights and its dtype."
+        )
+    if error > allowed:
         raise ValueError(
             f"{type(model).__name__} is not served by drafters: its logits over rows of different lengths differ from "
             f"its own one-token steps by {error:.1e} of their spread ({allowed:.1e} is rounding)."

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FORGET = 0.9  # weight of everything before the newest round
+_OUTLIER = 2.0  # a round that took more than this many times what was expected counts as this many times
+_SEEN_ENOUGH = 4  # drafted rounds before drafting may be turned off
 _PROBE_EVERY = 12  # plain steps before the first probe; each one that shows nothing doubles them, up to
 _PROBE_AT_MOST = 48
 _PROBE_LENGTH = 2
@@ -28,8 +30,16 @@ class _Line:
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
+        expected = self.at(x)
+        if expected > 0.0:  # one hiccup of the machine must not decide the next dozen rounds
+            y = min(y, _OUTLIER * expected)
         for name, value in (("w", 1.0), ("x", x), ("y", y), ("xx", x * x), ("xy", x * y)):
             setattr(self, name, _FORGET * getattr(self, name) + value)
+
+    def at(self, x: float) -> float:
+        """The line's y at x, 0 where nothing is known."""
+        a, b = self.fit()
+        return a + b * x
 
     def fit(self) -> tuple[float, float]:
         """(a, b); costs never fall with length, and without spread in x the slope is taken as 0."""
@@ -53,7 +63,7 @@ class Governor:
         self.num_tokens, self.max_tokens, self.adaptive = num_tokens, max_tokens, adaptive and max_tokens > 0
         self._accepted, self._tried = 0.0, 0.0
         self._verification, self._drafting = _Line(), _Line()
-        self._plain_steps, self._probe_every = 0, _PROBE_EVERY
+        self._plain_steps, self._probe_every, self._drafted_rounds = 0, _PROBE_EVERY, 0
 
     def observe(self, drafted: list[int], accepted: list[int], draft_time: float, verify_time: float) -> None:
         """Learn from a round.
@@ -70,6 +80,7 @@ class Governor:
             self._plain_steps += 1
             return
         self._plain_steps = 0
+        self._drafted_rounds += 1
         self._drafting.add(longest, draft_time)
         self._accepted = _FORGET * self._accepted + sum(accepted)
         self._tried = _FORGET * self._tried + sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
@@ -97,6 +108,8 @@ class Governor:
         if per_drafted == 0.0 and self._drafting.x > 0.0:  # one length so far: charge it by the token
             draft, per_drafted = 0.0, self._drafting.y / self._drafting.x
         best, best_rate, tokens = 0, 1.0 / max(step, 1e-9), 1.0
+        if self._drafted_rounds < _SEEN_ENOUGH:
+            best_rate = 0.0
         for k in range(1, self.max_tokens + 1):
             tokens += self.acceptance**k
             rate = tokens / max(step + draft + k * (per_verified + per_drafted), 1e-9)

@@ -50,7 +50,7 @@ def load(
         ValueError: tensors are missing, surplus or of another shape, or the tokenizers differ.
     """
     check_same_tokenizer(repository.path, target)
-    drafter_options = DraftModelDrafter.check_options(overrides)
+    DraftModelDrafter.check_options(**overrides)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             repository.path,
@@ -71,7 +71,7 @@ def load(
                 f"{repository.path} is not a complete {type(model).__name__}: {problem.replace('_keys', '')} "
                 f"tensors {names}. Found {repository.describe()}."
             )
-    return DraftModelDrafter(model.to(device), **drafter_options)
+    return DraftModelDrafter(model.to(device), **overrides)
 
 
 def _described(key: str | tuple) -> str:

@@ -40,14 +40,6 @@ class DraftModelDrafter(Drafter):
             raise ValueError(f"{type(model).__name__} cannot be a draft model: {reason}.")
         self.model = model
 
-    @staticmethod
-    def check_options(options: dict[str, Any]) -> dict[str, Any]:
-        """The options of the constructor, checked before any weight is read."""
-        from ...config import SpecConfig
-
-        SpecConfig().with_options(**options)
-        return options
-
     def check_target(self, target: PreTrainedModel) -> None:
         ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
         difference = abs(ours.vocab_size - theirs.vocab_size)

@@ -82,7 +82,7 @@ def load(
     Raises:
         ValueError: tensors are missing, surplus or of a wrong shape, or the target is another one.
     """
-    Eagle3Drafter.check_options(overrides)
+    Eagle3Drafter.check_options(**overrides)
     tensors = read_tensors(repository)
     config, guessed = read_config(repository, tensors, target, aux_layers, norm_output)
     target_ids = _target_ids(repository, tensors, config)

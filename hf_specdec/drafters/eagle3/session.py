@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...config import SpecConfig
 from ...decoding.cache import RaggedCache
 from ...verification import Draft, Verdict
 from ..base import Drafter, DraftRequest, DraftSession, RowsView, Signals, TargetSignals
@@ -39,6 +38,7 @@ class Eagle3Drafter(Drafter):
 
     method = "eagle3"
     default_num_draft_tokens = 4
+    option_names = ("aux_layers", "own_embedding", "norm_output")
 
     def __init__(
         self, model: Eagle3Model, target_ids: torch.Tensor | None, layers_guessed: bool = False, **options: Any
@@ -54,11 +54,6 @@ class Eagle3Drafter(Drafter):
                 "read. If acceptance is low, try aux_layers=... one lower.",
                 stacklevel=2,
             )
-
-    @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
-        """Refuse unknown options before any weight is read."""
-        SpecConfig().with_options(**options)
 
     @property
     def signals(self) -> TargetSignals:

@@ -28,6 +28,7 @@ class LookupDrafter(Drafter):
 
     method = "lookup"
     default_num_draft_tokens = 10
+    option_names = ("min_ngram", "max_ngram", "max_candidates")
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 16, max_candidates: int = 16, **options: Any) -> None:
         super().__init__(**options)
