@@ -454,7 +454,7 @@ def test_a_model_whose_logits_are_not_numbers_is_refused():
     model = build(tiny_config("llama"))
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
-    with pytest.raises(ValueError, match="gives NaN logits in torch.float32"):
+    with pytest.raises(ValueError, match=r"gives NaN logits in torch\.float32"):
         speculative(model, prompts([5]), AutoDrafter.for_target(model, "none"))
 
 
