@@ -242,3 +242,26 @@ def test_the_prompts_special_tokens_are_no_stop():
     inputs["input_ids"][:, -2] = EOS
     expected = generate(model, inputs)
     assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
+
+
+def test_models_that_copy_their_cache_layers_are_served():
+    from transformers import DoryConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    loops = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1}
+    loops["num_hidden_layers"] = 4
+    model = build(DoryConfig(vocab_size=97, head_dim=16, eos_token_id=None, **shape, **loops))
+    inputs = prompts([9, 4])
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, scripted(model, inputs, expected)), expected)
+
+
+def test_a_model_whose_own_steps_disagree_with_its_whole_texts_is_refused():
+    """GIT counts image tokens into the mask of every step, also where there are none."""
+    from transformers import GitConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    image = {"image_size": 32, "patch_size": 8}
+    model = build(GitConfig(vocab_size=97, vision_config={**shape, **image}, eos_token_id=None, **shape))
+    with pytest.raises(ValueError, match="differ from its own one-token steps"):
+        generate(model, prompts([9, 4]), AutoDrafter.for_target(model, "none"))

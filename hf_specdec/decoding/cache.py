@@ -10,6 +10,7 @@ rejected must be able to go back; their window is in the mask.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -114,6 +115,12 @@ class RaggedLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(*value_states.shape[:2], capacity, value_states.shape[-1])
         self.device = key_states.device
         self.is_initialized = True
+
+    def __deepcopy__(self, memo: dict) -> RaggedLayer:
+        """A layer of the same cache: models that loop over their layers copy the cache's (Dory)."""
+        twin = RaggedLayer.__new__(RaggedLayer)
+        twin.__dict__.update({k: v if k == "owner" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return twin
 
     def grow(self, capacity: int) -> None:
         if not self.is_initialized:
