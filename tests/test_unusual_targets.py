@@ -265,3 +265,20 @@ def test_a_model_whose_own_steps_disagree_with_its_whole_texts_is_refused():
     model = build(GitConfig(vocab_size=97, vision_config={**shape, **image}, eos_token_id=None, **shape))
     with pytest.raises(ValueError, match="differ from its own one-token steps"):
         generate(model, prompts([9, 4]), AutoDrafter.for_target(model, "none"))
+
+
+def test_an_attention_whose_temperature_grows_with_length_is_served_up_to_where_it_does():
+    from transformers import Llama4TextConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    tuned = {"attn_temperature_tuning": True, "floor_scale": 24, "attn_scale": 2.0, "no_rope_layers": [1, 0]}
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 512}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    model = build(Llama4TextConfig(vocab_size=97, **shape, **heads, **tuned, **kinds, **special))
+    inputs = prompts([9, 4])
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1, num_draft_tokens=3)
+    with pytest.raises(ValueError, match="served up to 20 tokens, because its attention temperature changes there"):
+        generate(model, inputs, drafter)
+    expected = generate(model, inputs, max_new_tokens=11)
+    assert torch.equal(generate(model, inputs, drafter, max_new_tokens=11), expected)
