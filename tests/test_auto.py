@@ -443,9 +443,10 @@ def test_the_tokenizer_of_a_cached_target_is_found(folder, hub, monkeypatch):
 
 def test_where_a_tokenizer_is_not_at_hand_nothing_is_compared(folder, target, tmp_path):
     save_tokenizer(folder)
-    AutoDrafter.from_pretrained(folder, target=target)
+    assert AutoDrafter.from_pretrained(folder, target=target).method == "draft_model"
     (folder / "tokenizer.json").unlink()
-    AutoDrafter.from_pretrained(folder, target=loaded_target(tmp_path / "target"))
+    target = loaded_target(tmp_path / "target")
+    assert AutoDrafter.from_pretrained(folder, target=target).method == "draft_model"
 
 
 def padded_pair(draft_size: int, target_size: int):
@@ -519,7 +520,7 @@ def test_special_tokens_that_differ_are_refused_by_name(folder, target, name):
 
 def test_one_eos_token_in_common_is_enough(folder, target):
     change_config(folder, eos_token_id=[EOS, 33])
-    AutoDrafter.from_pretrained(folder, target=target)
+    assert AutoDrafter.from_pretrained(folder, target=target).method == "draft_model"
 
 
 def test_unknown_options_are_refused_before_weights_are_read(saved, target, monkeypatch):

@@ -114,7 +114,7 @@ VOCAB, TOKENS, RUNS = 5, 3, 4096
 LAW_OPTIONS = {"temperature": 1.4, "top_k": 4, "repetition_penalty": 1.2, "eos_token_id": None}
 
 
-def joint_law(model, inputs) -> torch.Tensor:
+def joint_law(model, inputs, temperature: float = 1.4) -> torch.Tensor:
     """[VOCAB ** TOKENS] probabilities of all continuations, by the same processors one position at a time."""
     from transformers import (
         LogitsProcessorList,
@@ -124,7 +124,7 @@ def joint_law(model, inputs) -> torch.Tensor:
     )
 
     processors = LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.4), TopKLogitsWarper(4)]
+        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(temperature), TopKLogitsWarper(4)]
     )
     prefixes, law = inputs["input_ids"][:1], torch.ones(1, dtype=torch.double)
     for _ in range(TOKENS):
@@ -166,6 +166,16 @@ def test_generated_text_has_the_targets_law(rule):
     ):
         texts = many_texts(drafter.bind(model), model)
         assert chi_square(texts, law) > 1e-3, drafter.method
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled", "rejection", "block"])
+def test_the_chi_square_tells_another_temperature_apart(rule):
+    """Negative control of the test above: the same texts against the law at another temperature."""
+    model = tiny_target("llama", vocab_size=VOCAB)
+    law = joint_law(model, prompts([4], vocab_size=VOCAB), temperature=2.0)
+    torch.manual_seed(20)
+    drafter = RandomDrafter(VOCAB, rule=rule, num_draft_tokens=2).bind(model)
+    assert chi_square(many_texts(drafter, model), law) < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

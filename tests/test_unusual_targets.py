@@ -137,9 +137,8 @@ def jump_after_the_prefill(prepared, kwargs):
     ],
     ids=["no positions", "positions that jump", "no cache", "a tensor at every step"],
 )
-def test_what_a_model_does_at_every_step_on_its_own_is_refused_before_the_prefill(change, match, monkeypatch):
+def test_what_a_model_does_at_every_step_on_its_own_is_refused_before_any_forward(change, match):
     model = with_own_preparation(change)
-    monkeypatch.setattr("hf_specdec.integration.generate.check_ragged", lambda model: None)
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     with pytest.raises(ValueError, match=match):

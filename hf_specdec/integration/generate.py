@@ -155,7 +155,6 @@ def generate(
         `drafter.last_stats`.
     """
     check_inputs(model, drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
-    check_ragged(model)
     batch_size, width = input_ids.shape
     config = resolve(drafter, generation_config)
     length, longest = num_draft_tokens(drafter, generation_config)
@@ -167,6 +166,7 @@ def generate(
     rows = Rows(input_ids, attention_mask, 0 if pad_token is None else int(pad_token))
     processors = BlockProcessors(logits_processor)
     target = RaggedTarget(model, input_ids, generation_config, model_kwargs, drafter.signals, max_columns)
+    check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
     noise, seed = call_noise(config, generation_config, input_ids)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
