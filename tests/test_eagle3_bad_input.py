@@ -196,13 +196,6 @@ def test_a_hidden_quantisation_is_refused(tmp_path):
     assert "is quantised" in refusal(folder)
 
 
-def test_a_prompt_in_chunks_is_refused(tmp_path):
-    target = tiny_target("llama")
-    drafter = AutoDrafter.from_pretrained(write_head(tmp_path, random_head()), target=target)
-    with pytest.raises(ValueError, match="`prefill_chunk_size` is 4"):
-        target.generate(**prompts([9]), assistant_model=drafter, max_new_tokens=4, prefill_chunk_size=4)
-
-
 def test_no_whole_model_is_taken_for_a_head_nor_a_head_for_a_whole_model(tmp_path):
     target = tiny_target("llama")
     target.save_pretrained(tmp_path / "model")

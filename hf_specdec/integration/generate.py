@@ -86,11 +86,6 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
     drafter.check_bound_to(model)
-    if getattr(config, "prefill_chunk_size", None) and drafter.signals.hidden_states:
-        raise ValueError(
-            f"`prefill_chunk_size` is {config.prefill_chunk_size}; a {drafter.method!r} drafter reads hidden states of "
-            "the whole prompt, leave it out."
-        )
     num_draft_tokens(drafter, config)
 
 

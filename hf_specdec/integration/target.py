@@ -58,9 +58,14 @@ class RaggedTarget:
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
         if self.wanted.pre_norm_last:
             self.hook = self._watch_last_layer()
-        output = self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
+        parts: list[Signals | None] = []  # one for each chunk where `prefill_chunk_size` cuts the prompt
+        watch = self.model.register_forward_hook(lambda model, inputs, output: parts.append(self._signals(output)))
+        try:
+            output = self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
+        finally:
+            watch.remove()
         self.ragged.cache.begin_rows()
-        return self._logits(output)[:, -1:], self._signals(output)
+        return self._logits(output)[:, -1:], _joined([part for part in parts if part is not None])
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
         tokens = torch.cat([rows.last_tokens(), draft.tokens.clamp_min(0)], dim=1)
@@ -133,6 +138,14 @@ class RaggedTarget:
         if growing:
             raise ValueError(f"{name} is not served by drafters yet: it takes `{growing[0]}` at every step.")
         return after[..., -1:], constants
+
+
+def _joined(parts: list[Signals]) -> Signals | None:
+    """The signals of consecutive parts of a text as one."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    indices = parts[0].hidden_states
+    return Signals({index: torch.cat([part.hidden_states[index] for part in parts], dim=1) for index in indices})
 
 
 def _one_longer(values: torch.Tensor, step: int) -> torch.Tensor:

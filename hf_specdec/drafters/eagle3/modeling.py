@@ -10,16 +10,20 @@ target's hidden states where the target has been, and the head's own last state 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from ...decoding.cache import RaggedCache
 from .configuration import Eagle3Config
+
+# (layer, queries [B, heads, m, head_dim], keys, values [B, kv_heads, m, head_dim]) -> mixed values, shaped as queries.
+# Drafting attends over a cache and training over a whole text, so the caller says what an entry sees.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Eagle3Model(nn.Module):
@@ -68,8 +72,7 @@ class Eagle3Model(nn.Module):
         embedded: torch.Tensor,
         features: torch.Tensor,
         positions: torch.Tensor,
-        masks: dict[int | None, torch.Tensor],
-        cache: RaggedCache,
+        attend: Attend,
     ) -> torch.Tensor:
         """[B, m, H] the last layer's output, before the last norm.
 
@@ -77,13 +80,12 @@ class Eagle3Model(nn.Module):
             embedded: [B, m, H] embeddings of the entries' tokens.
             features: [B, m, H] features of the positions before them.
             positions: [B, m].
-            masks: [B, 1, m, slots] for each of the layers' windows, True where an entry sees a slot.
-            cache: keys and values, placed for these entries.
+            attend: the attention of each layer.
         """
         rotation = self.rotary(features, positions)
         states = features
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
-            states = layer(embedded, states, rotation, masks[window], cache)
+        for layer in self.layers:
+            states = layer(embedded, states, rotation, attend)
         return states
 
     def recurrent(self, output: torch.Tensor) -> torch.Tensor:
@@ -111,8 +113,7 @@ class Eagle3Layer(nn.Module):
         embedded: torch.Tensor,
         states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
-        cache: RaggedCache,
+        attend: Attend,
     ) -> torch.Tensor:
         residual = states
         if self.takes_embedding:
@@ -121,7 +122,7 @@ class Eagle3Layer(nn.Module):
             states = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         else:
             states = self.input_layernorm(states)
-        states = residual + self.self_attn(states, rotation, mask, cache)
+        states = residual + self.self_attn(states, rotation, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -142,8 +143,7 @@ class Eagle3Attention(nn.Module):
         self,
         states: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
-        cache: RaggedCache,
+        attend: Attend,
     ) -> torch.Tensor:
         shape = (*states.shape[:2], -1, self.head_dim)
         queries, keys, values = (p(states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -151,8 +151,7 @@ class Eagle3Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         cos, sin = (part.unsqueeze(1) for part in rotation)
         queries, keys = (rotate(x.transpose(1, 2), cos, sin) for x in (queries, keys))
-        keys, values = cache.update(keys, values.transpose(1, 2), self.index)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        mixed = attend(self.index, queries, keys, values.transpose(1, 2))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 

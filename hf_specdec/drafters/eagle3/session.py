@@ -170,11 +170,18 @@ class Eagle3Session(DraftSession):
         # An entry in a row's padding sees itself, so that no row of the attention is empty.
         visible |= keys == entries[..., None]
         distance = entries[..., None] - keys
-        masks = {w: (visible if w is None else visible & (distance < w))[:, None] for w in set(self.config.windows)}
+        windows = self.config.windows
+        masks = {w: (visible if w is None else visible & (distance < w))[:, None] for w in set(windows)}
+
+        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            keys, values = self.cache.update(keys, values, index)
+            mask = masks[windows[index]]
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
         embedded = F.embedding(tokens.to(self.embedding.device), self.embedding)
         embedded = embedded.to(device=self.device, dtype=features.dtype)
         positions = (entries - self.padding[:, None]).clamp_min(0)
-        return self.model(embedded, features, positions, masks, self.cache)
+        return self.model(embedded, features, positions, attend)
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         """[B, 1, V] fp32 logits over the target's vocabulary, on the target's device."""
