@@ -6,7 +6,7 @@
     drafter = AutoDrafter.for_target(model, "lookup")
     model.generate(**inputs, assistant_model=drafter)
 
-Importing the package lets `generate` take drafters (`install()`); HF_SPECDEC_NO_INSTALL=1 forbids that.
+Importing the package lets `generate` and pipelines take drafters (`install()`); HF_SPECDEC_NO_INSTALL=1 forbids that.
 """
 
 import os
@@ -14,7 +14,7 @@ import warnings
 
 from .config import SpecConfig
 from .drafters import AutoDrafter, Drafter, DrafterFormat
-from .integration import SpecGenerate, enable, install, uninstall
+from .integration import SpecGenerate, enable, install, pipeline, uninstall
 from .metrics import SpecStats
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "SpecStats",
     "enable",
     "install",
+    "pipeline",
     "uninstall",
 ]
 

@@ -3,6 +3,9 @@
 import functools
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -12,6 +15,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     T5Config,
     T5ForConditionalGeneration,
@@ -19,6 +23,7 @@ from transformers import (
 
 VOCAB_SIZE = 97
 PAD, EOS = 0, 2
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<assistant>")
 TARGETS = ("llama", "qwen3", "gemma3", "mistral", "gpt_oss", "gpt2")
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD}
 
@@ -80,6 +85,22 @@ def tiny_target(name: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE
         model = AutoModelForCausalLM.from_config(tiny_config(name, vocab_size)).float().eval()
     randomise(model, seed)
     return model
+
+
+def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Words w6, w7, ... with their numbers as ids, after the special tokens; with a chat template."""
+    words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(len(SPECIAL_TOKENS), vocab_size))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "<bos>{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
 
 
 def perturbed(model: PreTrainedModel, amount: float, seed: int = 5) -> PreTrainedModel:

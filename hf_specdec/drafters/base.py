@@ -114,6 +114,10 @@ class DraftRequest:
     max_columns: int
 
 
+class UnfitDraftModel(ValueError):
+    """A whole model that cannot draft for the target here, but may in transformers' own assisted generation."""
+
+
 class DraftSession(ABC):
     """All state of one generate call, caches included."""
 
@@ -198,6 +202,10 @@ class Drafter(nn.Module, ABC):
         self.config = PreTrainedConfig(vocab_size=text_config.vocab_size, **special)
         self._bound_to = target_fingerprint(target)
         return self
+
+    @property
+    def is_bound(self) -> bool:
+        return self._bound_to is not None
 
     def check_bound_to(self, target: PreTrainedModel) -> None:
         """Refuse to draft for a target of another shape than the one of `bind`."""

@@ -4,5 +4,6 @@ The loop and the drafters never import it; the package's `__init__` and the comm
 """
 
 from .dispatch import SpecGenerate, enable, install, is_installed, uninstall
+from .pipelines import pipeline
 
-__all__ = ["SpecGenerate", "enable", "install", "is_installed", "uninstall"]
+__all__ = ["SpecGenerate", "enable", "install", "is_installed", "pipeline", "uninstall"]

@@ -1,9 +1,10 @@
-"""What the dispatcher expects of transformers' private methods."""
+"""What we expect of transformers' private functions."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 20  # what transformers fills in where the user gave nothing
 
@@ -38,21 +39,46 @@ EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
 }
 
+# What we wrap or call of pipelines: methods of Pipeline, and a function of its module.
+PIPELINE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "__init__": (
+        "self",
+        "model",
+        "tokenizer",
+        "feature_extractor",
+        "image_processor",
+        "video_processor",
+        "processor",
+        "task",
+        "device",
+        "binary_output",
+        "kwargs",
+    ),
+    "_sanitize_parameters": ("self", "pipeline_parameters"),
+}
+ASSISTANT_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "load_assistant_model": ("model", "assistant_model", "assistant_tokenizer"),
+}
 
-def check_signatures(cls: type) -> None:
+
+def check_signatures(owner: Any, expected_parameters: dict[str, tuple[str, ...]] | None = None) -> None:
     """Refuse to work on a transformers whose internals have changed.
+
+    Args:
+        owner: the class or module.
+        expected_parameters: of its functions; those of GenerationMixin by default.
 
     Raises:
         RuntimeError: a method is gone or takes other parameters; the sentence names it.
     """
     import transformers
 
-    for name, expected in EXPECTED_PARAMETERS.items():
-        method: Callable | None = getattr(cls, name, None)
+    for name, expected in (expected_parameters or EXPECTED_PARAMETERS).items():
+        method: Callable | None = getattr(owner, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
         if found != expected:
             change = "is gone" if found is None else f"takes {', '.join(found)} instead of {', '.join(expected)}"
             raise RuntimeError(
-                f"hf_specdec does not know transformers {transformers.__version__}: {cls.__name__}.{name} {change}. "
+                f"hf_specdec does not know transformers {transformers.__version__}: {owner.__name__}.{name} {change}. "
                 "This version was written for transformers 5.24: install that one, or a newer hf_specdec."
             )

@@ -1,32 +1,30 @@
-"""The door: `model.generate(assistant_model=drafter)` for every model that generates.
+"""The door: `model.generate(assistant_model=drafter)` for every model that generates, and for pipelines.
 
-Three methods of GenerationMixin look for a drafter of ours among their arguments and hand over to our loop; with any
-other argument they call the original unchanged.
+Three methods of GenerationMixin look for a drafter of ours among their arguments, or for the name of one, and hand over
+to our loop; with any other argument they call the original unchanged. What is wrapped of pipelines is in `pipelines`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, StoppingCriteriaList
 
 from ..drafters.base import Drafter
-from .compat import check_signatures
-from .generate import check_call, generate
+from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, check_signatures
+from .generate import check_call, generate, is_drafter
+from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
 
-_originals: dict[str, Callable] = {}
-
-
-def is_drafter(assistant_model: Any) -> TypeGuard[Drafter]:
-    """Whether an `assistant_model` argument is a drafter of ours."""
-    return getattr(type(assistant_model), "__hf_specdec__", False) is True
+_originals: list[tuple[Any, str, Callable]] = []  # (class or module, name, what was there)
 
 
 def install() -> None:
-    """Let `generate` of every transformers model take drafters. Safe to call again.
+    """Let `generate` of every transformers model, and pipelines, take drafters. Safe to call again.
 
     Raises:
         RuntimeError: transformers' internals have changed; nothing is installed then.
@@ -34,16 +32,20 @@ def install() -> None:
     if _originals:
         return
     check_signatures(GenerationMixin)
-    for name, wrap in _WRAPPERS.items():
-        _originals[name] = getattr(GenerationMixin, name)
-        setattr(GenerationMixin, name, wrap(_originals[name]))
+    patches = [(GenerationMixin, name, wrap) for name, wrap in _WRAPPERS.items()] + _pipeline_patches()
+    for owner, name, wrap in patches:
+        original = getattr(owner, name)
+        _originals.append((owner, name, original))
+        setattr(owner, name, wrap(original))
+    _forget_resolved_names()
 
 
 def uninstall() -> None:
     """Put transformers' own methods back."""
-    for name, original in _originals.items():
-        setattr(GenerationMixin, name, original)
-    _originals.clear()
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+    _forget_resolved_names()
 
 
 def is_installed() -> bool:
@@ -115,7 +117,9 @@ def _wrap_validate(original: Callable) -> Callable:
         self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         drafter = generation_mode_kwargs.get("assistant_model")
-        if isinstance(drafter, (str, list, tuple, dict, type)):
+        if is_name(drafter):  # generate passes this dictionary on to the decoding loop
+            drafter = generation_mode_kwargs["assistant_model"] = kept_drafter(self, drafter)
+        if isinstance(drafter, (list, tuple, dict, type)):
             given = drafter.__name__ if isinstance(drafter, type) else repr(drafter)
             raise ValueError(f"`assistant_model` is {given}; give a drafter, as AutoDrafter returns it, or a model.")
         if not is_drafter(drafter):
@@ -194,6 +198,24 @@ _WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
     "_get_candidate_generator": _wrap_candidates,
     "_assisted_decoding": _wrap_decoding,
 }
+
+
+def _pipeline_patches() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
+    """(class or module, name, wrapper) of what is wrapped of pipelines."""
+    try:
+        from transformers import pipelines
+    except Exception:  # of an image or audio library that is broken, say: then there are no pipelines to wrap
+        return []
+    check_signatures(pipelines.Pipeline, PIPELINE_PARAMETERS)
+    check_signatures(pipelines.base, ASSISTANT_PARAMETERS)
+    return [(pipelines.Pipeline, "__init__", wrap_init), (pipelines, "pipeline", wrap_pipeline)]
+
+
+def _forget_resolved_names() -> None:
+    """Let `transformers.pipeline` be looked up again: transformers keeps what it has resolved, and there may be two of
+    it, for importing its processors replaces the module."""
+    for module in (transformers, sys.modules["transformers"]):
+        vars(module).pop("pipeline", None)
 
 
 def _reduce_as(cls: type) -> Callable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -49,6 +49,11 @@ _WITHOUT_EFFECT = {
 }
 # Inputs that only the first forward may see are fine; these would have to follow the rows.
 _GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def is_drafter(assistant_model: Any) -> TypeGuard[Drafter]:
+    """Whether an `assistant_model` argument is a drafter of ours."""
+    return getattr(type(assistant_model), "__hf_specdec__", False) is True
 
 
 def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: GenerationConfig) -> None:

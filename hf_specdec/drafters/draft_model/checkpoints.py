@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..auto import DrafterFormat, Repository
+from ..base import UnfitDraftModel
 from .session import DraftModelDrafter
 
 # Tensors of EAGLE, MTP, DFlash and DSpark heads; no whole language model has them at its top.
@@ -47,7 +48,8 @@ def load(
     """Load the model.
 
     Raises:
-        ValueError: tensors are missing, surplus or of another shape, or the tokenizers differ.
+        UnfitDraftModel: the tokenizers differ, or the model cannot run over ragged rows.
+        ValueError: tensors are missing, surplus or of another shape.
     """
     check_same_tokenizer(repository.path, target)
     DraftModelDrafter.check_options(**overrides)
@@ -85,7 +87,7 @@ def check_same_tokenizer(drafter_folder: Path, target: PreTrainedModel) -> None:
     if ours is None or theirs is None or ours == theirs:
         return
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    raise ValueError(
+    raise UnfitDraftModel(
         f"the draft model in {drafter_folder} has another tokenizer than the target: {len(differing)} tokens differ "
         f"(for example {differing[0]!r}). Take a draft model of the target's own family."
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...decoding.ragged_model import RaggedModel, max_positions, why_not_ragged
 from ...verification import Draft, Verdict
-from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals
+from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals, UnfitDraftModel
 from ..common.chain import draw_chain
 
 _MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
@@ -37,21 +37,21 @@ class DraftModelDrafter(Drafter):
         super().__init__(**options)
         reason = why_not_ragged(model)
         if reason is not None:
-            raise ValueError(f"{type(model).__name__} cannot be a draft model: {reason}.")
+            raise UnfitDraftModel(f"{type(model).__name__} cannot be a draft model: {reason}.")
         self.model = model
 
     def check_target(self, target: PreTrainedModel) -> None:
         ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
         difference = abs(ours.vocab_size - theirs.vocab_size)
         if difference > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours.vocab_size, theirs.vocab_size)):
-            raise ValueError(
+            raise UnfitDraftModel(
                 f"the draft model has a vocabulary of {ours.vocab_size} and the target one of {theirs.vocab_size}; "
                 "a draft model needs the target's tokenizer (sizes may differ by padding only)."
             )
         for name in SPECIAL_TOKENS[:2]:  # padding is often set per use
             a, b = getattr(ours, name, None), getattr(theirs, name, None)
             if a is not None and b is not None and not set(_as_list(a)) & set(_as_list(b)):
-                raise ValueError(
+                raise UnfitDraftModel(
                     f"the draft model's {name} is {a} and the target's {b}; a draft model needs the target's tokenizer."
                 )
 
