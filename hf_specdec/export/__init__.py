@@ -1,0 +1,1 @@
+"""Writers for the formats that serving engines read."""

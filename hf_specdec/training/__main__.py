@@ -1,0 +1,164 @@
+"""Train a drafter for a target of your own.
+
+    python -m hf_specdec.training eagle3 --target TARGET --out FOLDER [options]
+    accelerate launch -m hf_specdec.training eagle3 --target TARGET --out FOLDER [options]
+
+Prompts are read or synthesised, the target answers them, its hidden states are kept, and a drafter is trained on them.
+Every stage goes on where it was stopped: give the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import typing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..drafters.eagle3.configuration import default_aux_layers
+from ..export.eagle3 import save_eagle3
+from . import eagle3
+from .data import DataOptions, collect
+from .loop import TrainOptions, train
+from .vocabulary import most_frequent
+
+_PATIENCE = timedelta(hours=6)  # processes wait for each other between stages, and answer at their own pace
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="bf16" if on_cpu or torch.cuda.is_bf16_supported() else "no",
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),  # they are the target's, and frozen
+            InitProcessGroupKwargs(timeout=_PATIENCE),
+        ],
+    )
+    target = AutoModelForCausalLM.from_pretrained(chosen.target, dtype=chosen.dtype).eval().requires_grad_(False)
+    target = target.to(accelerator.device)
+    tokenizer = AutoTokenizer.from_pretrained(chosen.target)
+    layers = _aux_layers(parser, target, chosen.aux_layers)
+    eagle3.check_target(target)
+    folder = chosen.data or chosen.out / "data"
+    num_layers = target.config.get_text_config().num_hidden_layers
+    collect(
+        target,
+        tokenizer,
+        folder,
+        (*layers, num_layers),
+        _options(DataOptions, chosen),
+        chosen.prompts,
+        chosen.held_out,
+    )
+    if chosen.method == "eagle3":
+        _train_eagle3(target, accelerator, folder, layers, chosen)
+
+
+def _train_eagle3(
+    target: PreTrainedModel, accelerator: Accelerator, folder: Path, layers: tuple[int, ...], chosen: argparse.Namespace
+) -> None:
+    options, work = _options(eagle3.Eagle3Options, chosen), chosen.out / "checkpoint"
+    vocab_size = target.config.get_text_config().vocab_size
+    size = min(options.draft_vocab_size, vocab_size)
+    target_ids, covered = most_frequent(folder, size, vocab_size)
+    accelerator.print(f"The {size:,} draft tokens make up {covered:.1%} of the answers.")
+    torch.manual_seed(chosen.seed)
+    head = eagle3.new_head(target, layers, target_ids, options.intermediate_size)
+    module = eagle3.Eagle3Training(head, target, target_ids, options.num_steps, options.decay).to(accelerator.device)
+    training = _options(TrainOptions, chosen)
+    history = train(module, accelerator, folder, work, training)
+    if accelerator.is_main_process:
+        save_eagle3(chosen.out, head, target_ids if size < vocab_size else None)
+        record = {
+            "options": {**dataclasses.asdict(options), **dataclasses.asdict(training)},
+            "draft_vocabulary_coverage": covered,
+            "held_out": history,
+        }
+        (chosen.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"{chosen.out} holds the drafter: AutoDrafter.from_pretrained({str(chosen.out)!r}, target=model)")
+
+
+def _aux_layers(parser: argparse.ArgumentParser, target: PreTrainedModel, asked: list[int] | None) -> tuple[int, ...]:
+    num_layers = target.config.get_text_config().num_hidden_layers
+    layers = tuple(asked) if asked else default_aux_layers(num_layers)
+    if sorted(set(layers)) != list(layers) or not all(0 <= layer < num_layers for layer in layers):
+        parser.error(
+            f"--aux-layers: {list(layers)} is not an ascending list of layers of a target that has {num_layers}; "
+            "name the layers whose inputs the head is to read."
+        )
+    return layers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_specdec.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD")
+    for method, description in (("data", "only collect the data"), ("eagle3", "an EAGLE-3 head")):
+        one = methods.add_parser(
+            method, help=description, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        one.add_argument("--target", required=True, help="model to draft for: a name on the Hub or a folder")
+        one.add_argument("--out", type=Path, required=True, help="folder of the drafter and of work in progress")
+        one.add_argument("--data", type=Path, help="data folder, to be shared between runs (OUT/data)")
+        one.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSONL files with prompts to answer")
+        one.add_argument("--held-out", type=Path, nargs="*", default=[], help="JSONL files with prompts to keep out")
+        one.add_argument("--dtype", default="bfloat16", help="of the target")
+        one.add_argument("--aux-layers", type=int, nargs="+", help="layers whose inputs are kept (2, n/2 and n-3)")
+        one.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+        _add(one.add_argument_group("data"), DataOptions)
+        if method == "eagle3":
+            _add(one.add_argument_group("head"), eagle3.Eagle3Options)
+            _add(one.add_argument_group("training"), TrainOptions)
+    return parser
+
+
+def _add(group: Any, options: type) -> None:
+    """An argument for each field; the help is the field's line in the class's docstring."""
+    help_of = _described(options)
+    for field, type_ in _fields(options):
+        many = typing.get_origin(type_) is tuple
+        plain = typing.get_args(type_)[0] if typing.get_args(type_) else type_
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=plain,
+            nargs="+" if many else None,
+            default=field.default,
+            help=help_of[field.name],
+        )
+
+
+def _options(options: Any, chosen: argparse.Namespace) -> Any:
+    values = {field.name: getattr(chosen, field.name) for field, _ in _fields(options)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return options(**values, seed=chosen.seed) if "seed" in _names(options) else options(**values)
+
+
+def _fields(options: Any) -> list[tuple[Any, Any]]:
+    hints = typing.get_type_hints(options)
+    return [(field, hints[field.name]) for field in dataclasses.fields(options) if field.name != "seed"]
+
+
+def _names(options: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(options)}
+
+
+def _described(options: type) -> dict[str, str]:
+    """name -> text of the `Attributes:` of a docstring, each on one line."""
+    lines = (options.__doc__ or "").partition("Attributes:")[2].splitlines()
+    return {name.strip(): text.strip() for name, colon, text in (line.partition(":") for line in lines) if colon}
+
+
+if __name__ == "__main__":
+    main()
