@@ -50,8 +50,6 @@ def refuse(match, model=None, drafter=None, inputs=None, **options):
         ({"cache_implementation": "static"}, "`cache_implementation` is 'static'"),
         ({"num_assistant_tokens": -1}, "`num_assistant_tokens` is -1"),
         ({"num_assistant_tokens": 2.5}, "`num_assistant_tokens` is 2.5"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "`output_hidden_states`"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions`"),
         ({"cache": DynamicCache()}, "`cache` is a DynamicCache"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -63,10 +61,6 @@ def test_generate_options_that_are_not_served(no_forward, options, match):
 def test_input_embeddings(no_forward):
     model = tiny_target("llama")
     refuse("`inputs_embeds`", inputs={"inputs_embeds": model.get_input_embeddings()(prompts([4])["input_ids"])})
-
-
-def test_scores_of_a_batch(no_forward):
-    refuse("`output_scores` with 2 rows", inputs=prompts([6, 4]), output_scores=True, return_dict_in_generate=True)
 
 
 def test_a_list_of_seeds_of_another_length(no_forward):

@@ -83,6 +83,13 @@ class RaggedCache(Cache):
             if isinstance(layer, RaggedLayer):
                 layer.grow(self.capacity)
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order."""
+        for layer in self.layers:
+            if isinstance(layer, RaggedLayer) and layer.is_initialized:
+                index = torch.tensor(rows, device=layer.keys.device)
+                layer.keys, layer.values = layer.keys[index], layer.values[index]
+
     def to_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
         """The first `length` slots as the cache that plain decoding would have returned."""
         cache = DynamicCache(config=config)

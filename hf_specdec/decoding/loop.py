@@ -12,14 +12,20 @@ from ..drafters.base import DraftSession, Signals
 from ..metrics import SpecStats
 from ..scheduling import Governor
 from ..verification import Draft, Noise, RoundNoise, verify
-from .outputs import Publisher, Recorder
+from .outputs import Publisher, Recorder, States
 from .processors import BlockProcessors
 from .rows import Rows
 from .stopping import Stops
 
 
 class Target(Protocol):
-    """The model that generates, for the rows of one call."""
+    """The model that generates, for the rows of one call.
+
+    Attributes:
+        states: what the last forward gave besides, where the call returns it.
+    """
+
+    states: States | None
 
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
         """Run the prompts; [B, 1, V] fp32 logits of the next token."""
@@ -30,6 +36,10 @@ class Target(Protocol):
 
         Whatever the forward wrote beyond a row's text is forgotten by the time of the next one.
         """
+        ...
+
+    def read_again(self, rows: Rows, first: int, end: int) -> torch.Tensor:
+        """Run columns `first` to `end` of all rows, padding after their ends included; [B, end - first, V] logits."""
         ...
 
 
@@ -84,7 +94,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
             stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
         stats.num_forwards += 1
         stats.verify_time += verify_time
-        call.recorder.record(raw_logits, scores, rows)
+        call.recorder.record(raw_logits, scores, call.target.states, rows)
         call.publisher.publish(rows)
         if all(rows.finished):
             break
@@ -101,8 +111,20 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         draft_time = began - drafting
         stats.draft_time += draft_time
         logits, signals = call.target.verify(rows, draft)
+    record_padding(call, rows)
     call.publisher.end()
     stats.host_time = perf_counter() - started - stats.draft_time - stats.verify_time
+
+
+def record_padding(call: Call, rows: Rows) -> None:
+    """Where outputs are returned, run the padding of rows that ended before others, as plain decoding does."""
+    first, end = min(rows.widths) - 1, max(rows.widths) - 1
+    if not call.recorder.wanted or first == end:
+        return
+    logits = call.target.read_again(rows, first, end)
+    raw_logits = logits.clone()
+    scores = call.processors(logits, [first + 1] * len(rows), rows.ids)
+    call.recorder.record_padding(raw_logits, scores, call.target.states, first, rows)
 
 
 def row_budgets(rows: Rows, call: Call) -> list[int]:

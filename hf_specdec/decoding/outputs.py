@@ -1,7 +1,9 @@
-"""What leaves the loop while it runs: tokens to a streamer, scores to the returned dictionary."""
+"""What leaves the loop while it runs: tokens to a streamer, scores and states to the returned dictionary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,40 +39,162 @@ class Publisher:
             self.streamer.end()
 
 
-class Recorder:
-    """Keeps the scores and raw logits of the emitted tokens of one row, one [1, V] tensor a token.
+RETURNED = ("scores", "logits", "hidden_states", "attentions")
 
-    Args:
-        scores, logits: which of the two to keep; what is not kept stays None.
+
+@dataclass(frozen=True)
+class States:
+    """What a forward gave besides logits, where the call returns it: one tensor for each layer.
+
+    Attributes:
+        hidden_states: [B, m, H] each; None where they are not returned.
+        attentions: [B, heads, m, columns] each; None where they are not returned.
     """
 
-    def __init__(self, scores: bool, logits: bool) -> None:
-        self._scores: list[torch.Tensor] | None = [] if scores else None
-        self._logits: list[torch.Tensor] | None = [] if logits else None
+    hidden_states: tuple[torch.Tensor, ...] | None
+    attentions: tuple[torch.Tensor, ...] | None
+
+
+class Recorder:
+    """Keeps what the returned dictionary holds, as plain decoding would.
+
+    That is a tuple over steps of [B, V] scores and logits, and of tuples over layers of [B, 1, H] hidden states and
+    [B, heads, 1, columns] attentions. The first step's states are those of the whole prompt.
+
+    Rows are ragged while the loop runs, so everything is kept by row and joined at the end.
+
+    Args:
+        scores, logits, hidden_states, attentions: which of them to keep; what is not kept stays None.
+        windows: for each layer the columns that its attentions have at most, None for all.
+    """
+
+    def __init__(
+        self,
+        scores: bool = False,
+        logits: bool = False,
+        hidden_states: bool = False,
+        attentions: bool = False,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        wanted = zip(RETURNED, (scores, logits, hidden_states, attentions), strict=True)
+        self.wanted = frozenset(name for name, keep in wanted if keep)
+        self._kept: dict[str, list[list[Any]]] = {name: [] for name in RETURNED}  # by row, then by step
+        self._windows = windows
+        self._prompt: States | None = None
+
+    def keep_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """A copy of [B, m, V] logits where they are wanted; processors may write over the original."""
+        return logits.clone() if "logits" in self.wanted else None
+
+    def scores_after(self, scores: torch.Tensor) -> ScoresAfter:
+        """The scores of the text after some tokens of a block with `scores` [B, m, V], for stopping criteria."""
+        if "scores" not in self.wanted:
+            return no_scores
+        before = self.scores or ()
+        block = scores.unbind(dim=1)
+        return lambda count: before + block[:count]
+
+    def record(self, logits: torch.Tensor | None, scores: torch.Tensor, states: States | None, rows: Rows) -> None:
+        """Keep the positions whose tokens have just reached the text.
+
+        Args:
+            logits: [B, m, V] from `keep_logits`.
+            scores: [B, m, V], processed.
+            states: of the forward, where any are wanted.
+            rows: after their commit.
+        """
+        if not self.wanted:
+            return
+        ranges = [range(len(new)) for new in rows.emitted]
+        before = [width - len(new) for width, new in zip(rows.widths, rows.emitted, strict=True)]
+        self._keep(logits, scores, states, ranges, before)
+
+    def record_padding(
+        self, logits: torch.Tensor, scores: torch.Tensor, states: States | None, first: int, rows: Rows
+    ) -> None:
+        """Keep what plain decoding would have computed for rows that ended before others, on their padding.
+
+        Args:
+            logits, scores, states: of a forward over the columns from `first` to the last but one.
+            first: its first column.
+            rows: the rows, at their ends.
+        """
+        ends = first + logits.shape[1]
+        ranges = [range(width - 1 - first, ends - first) for width in rows.widths]
+        self._keep(logits, scores, states, ranges, [first + 1] * len(rows))
+
+    def _keep(
+        self,
+        logits: torch.Tensor | None,
+        scores: torch.Tensor,
+        states: States | None,
+        ranges: Sequence[range],
+        before: Sequence[int],
+    ) -> None:
+        """Keep some positions of each row; position j of row b attends over `before[b] + j` columns."""
+        blocks: dict[str, Any] = {"scores": scores.clone() if "scores" in self.wanted else None, "logits": logits}
+        for name in ("scores", "logits"):
+            if name in self.wanted:
+                self._extend(name, [[blocks[name][b, j] for j in range_] for b, range_ in enumerate(ranges)])
+        if states is None:
+            return
+        if self._prompt is None:
+            self._prompt = states
+            ranges = [range(0)] * len(ranges)
+        if states.hidden_states is not None:
+            layers = states.hidden_states
+            self._extend(
+                "hidden_states",
+                [[[layer[b, j : j + 1] for layer in layers] for j in range_] for b, range_ in enumerate(ranges)],
+            )
+        if states.attentions is not None:
+            self._extend(
+                "attentions",
+                [
+                    [self._attention(states.attentions, b, j, before[b] + j) for j in range_]
+                    for b, range_ in enumerate(ranges)
+                ],
+            )
+
+    def _attention(self, layers: Sequence[torch.Tensor], row: int, position: int, columns: int) -> list[torch.Tensor]:
+        """Each layer's attention [heads, 1, columns] of one position."""
+        windows = self._windows or [None] * len(layers)
+        starts = [0 if window is None else max(0, columns - window) for window in windows]
+        return [
+            layer[row, :, position : position + 1, start:columns] for layer, start in zip(layers, starts, strict=True)
+        ]
+
+    def _extend(self, name: str, new: list[list[Any]]) -> None:
+        kept = self._kept[name]
+        kept.extend([] for _ in range(len(new) - len(kept)))
+        for row, more in zip(kept, new, strict=True):
+            row.extend(more)
 
     @property
     def scores(self) -> tuple[torch.Tensor, ...] | None:
-        return None if self._scores is None else tuple(self._scores)
+        return self._per_step("scores")
 
     @property
     def logits(self) -> tuple[torch.Tensor, ...] | None:
-        return None if self._logits is None else tuple(self._logits)
+        return self._per_step("logits")
 
-    def keep_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy of [1, m, V] logits where they are wanted; processors may write over the original."""
-        return None if self._logits is None else logits.clone()
+    @property
+    def hidden_states(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        return self._per_layer("hidden_states")
 
-    def scores_after(self, scores: torch.Tensor) -> ScoresAfter:
-        """The scores of the text after some tokens of a block with `scores` [1, m, V], for stopping criteria."""
-        if self._scores is None:
-            return no_scores
-        before, block = tuple(self._scores), scores.unbind(dim=1)
-        return lambda count: before + block[:count]
+    @property
+    def attentions(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        return self._per_layer("attentions")
 
-    def record(self, logits: torch.Tensor | None, scores: torch.Tensor, rows: Rows) -> None:
-        """Keep the positions whose tokens reached the text."""
-        count = len(rows.emitted[0])
-        if self._scores is not None:
-            self._scores.extend(scores[:, :count].clone().unbind(dim=1))
-        if self._logits is not None and logits is not None:
-            self._logits.extend(logits[:, :count].unbind(dim=1))
+    def _per_step(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """One [B, ...] tensor for each step that every row has come to."""
+        if name not in self.wanted:
+            return None
+        return tuple(torch.stack(step) for step in zip(*self._kept[name], strict=False))
+
+    def _per_layer(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        if name not in self.wanted or self._prompt is None:
+            return None
+        steps = zip(*self._kept[name], strict=False)
+        later = (tuple(torch.stack(layer) for layer in zip(*step, strict=True)) for step in steps)
+        return (getattr(self._prompt, name), *later)

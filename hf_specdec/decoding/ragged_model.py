@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from .cache import ATTENTION_LAYERS, RaggedCache
 
+_KEEP_SHARE = 0.75  # rows are dropped when at most this share is left: dropping copies the cache of the others
+
 # Attention backends by the form of mask that they take.
 _BOOLEAN_MASK = ("sdpa",)
 _ADDITIVE_MASK = ("eager",)
@@ -73,6 +75,16 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return number if isinstance(number, int) and number > 0 else None
 
 
+def attention_windows(model: PreTrainedModel) -> list[int | None]:
+    """For each layer the columns that it keeps in plain decoding: its sliding window, None for all."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 class RaggedModel:
     """A causal model and its cache for B rows.
 
@@ -99,6 +111,8 @@ class RaggedModel:
             chunked = getattr(self.config, "attention_chunk_size", None) is not None
             kinds = ["sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"]
         self.kinds = [kind for kind in ATTENTION_LAYERS if kind in kinds]
+        self.batch_size = batch_size
+        self.kept: list[int] | None = None  # the rows that are still run; None for all
         # transformers counts chunks from the first token of the text, not from the first column.
         self.chunk_starts = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
         if self.padding is not None:
@@ -124,6 +138,22 @@ class RaggedModel:
         self.cache.begin_rows()
         return output.logits[:, -1:]
 
+    def drop(self, finished: Sequence[bool]) -> None:
+        """Stop running rows that have finished, as soon as enough of them have: their cache is thrown away.
+
+        `forward` still takes and gives all rows; what it gives for dropped ones is zeros.
+        """
+        kept = range(self.batch_size) if self.kept is None else self.kept
+        left = [b for b in kept if not finished[b]]
+        if not left or len(left) > _KEEP_SHARE * len(kept):
+            return
+        places = [i for i, b in enumerate(kept) if not finished[b]]
+        self.cache.select(places)
+        index = torch.tensor(places, device=self.chunk_starts.device)
+        self.chunk_starts = self.chunk_starts[index]
+        self.padding = None if self.padding is None else self.padding[index]
+        self.kept = left
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -144,8 +174,14 @@ class RaggedModel:
         Returns:
             The model's output; its logits are [B, m, V].
         """
+        if self.kept is not None:
+            index = torch.tensor(self.kept, device=tokens.device)
+            tokens, offsets = tokens[index], offsets[index]
+            host_offsets = [host_offsets[b] for b in self.kept]
+            if position_ids.shape[-2] == self.batch_size:
+                position_ids = position_ids[..., index, :]
         self.cache.place(offsets, host_offsets, tokens.shape[1])
-        return self.model(
+        output = self.model(
             input_ids=tokens,
             attention_mask=self.masks(offsets, tokens.shape[1]),
             position_ids=position_ids,
@@ -154,6 +190,20 @@ class RaggedModel:
             return_dict=True,
             **kwargs,
         )
+        output.logits = self.spread(output.logits)
+        if output.get("hidden_states") is not None:
+            output.hidden_states = tuple(
+                None if states is None else self.spread(states) for states in output.hidden_states
+            )
+        return output
+
+    def spread(self, of_kept: torch.Tensor) -> torch.Tensor:
+        """[B, ...] what a forward gave for the rows that are still run, and zeros for the others."""
+        if self.kept is None:
+            return of_kept
+        spread = of_kept.new_zeros(self.batch_size, *of_kept.shape[1:])
+        spread[torch.tensor(self.kept, device=of_kept.device)] = of_kept
+        return spread
 
     def masks(self, offsets: torch.Tensor, num_tokens: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """[B, 1, m, slots] what each token sees; a dict by kind of layer where the model mixes them."""

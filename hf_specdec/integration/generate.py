@@ -19,9 +19,9 @@ from transformers.generation import (
 
 from ..config import SpecConfig
 from ..decoding.loop import Call, speculate
-from ..decoding.outputs import Publisher, Recorder
+from ..decoding.outputs import RETURNED, Publisher, Recorder
 from ..decoding.processors import BlockProcessors
-from ..decoding.ragged_model import length_limit, max_positions, why_not_ragged
+from ..decoding.ragged_model import attention_windows, length_limit, max_positions, why_not_ragged
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter, DraftRequest
@@ -84,9 +84,6 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
         raise ValueError(
             f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it out."
         )
-    for option in ("output_attentions", "output_hidden_states"):
-        if getattr(config, option, None) and config.return_dict_in_generate:
-            raise ValueError(f"`{option}` is not served with a drafter yet; leave it off.")
     reason = why_not_ragged(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
@@ -124,15 +121,11 @@ def check_inputs(
             f"{limit[1]}."
         )
     batch_size = input_ids.shape[0]
-    if batch_size > 1:
-        for option in ("output_scores", "output_logits"):
-            if getattr(config, option, None) and config.return_dict_in_generate:
-                raise ValueError(f"`{option}` with {batch_size} rows is not served with a drafter yet; use one row.")
-        if _other_criteria(criteria) and not _eos_token_ids(criteria):
-            raise ValueError(
-                f"{batch_size} rows with stopping criteria but without an `eos_token_id` are not served with a drafter "
-                "yet; set an eos_token_id or use one row."
-            )
+    if batch_size > 1 and _other_criteria(criteria) and not _eos_token_ids(criteria):
+        raise ValueError(
+            f"{batch_size} rows with stopping criteria but without an `eos_token_id` are not served with a drafter "
+            "yet; set an eos_token_id or use one row."
+        )
     seed = drafter.spec_config.seed
     if isinstance(seed, list) and len(seed) != batch_size:
         raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
@@ -165,7 +158,21 @@ def generate(
     pad_token = generation_config._pad_token_tensor
     rows = Rows(input_ids, attention_mask, 0 if pad_token is None else int(pad_token))
     processors = BlockProcessors(logits_processor)
-    target = RaggedTarget(model, input_ids, generation_config, model_kwargs, drafter.signals, max_columns)
+    returns_dict = generation_config.return_dict_in_generate
+    recorder = Recorder(
+        **{name: bool(returns_dict and getattr(generation_config, f"output_{name}")) for name in RETURNED},
+        windows=attention_windows(model),
+    )
+    target = RaggedTarget(
+        model,
+        input_ids,
+        generation_config,
+        model_kwargs,
+        drafter.signals,
+        max_columns,
+        keeps_rows=bool(recorder.wanted),  # their padding is part of what is returned
+        returned=recorder.wanted & {"hidden_states", "attentions"},
+    )
     check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
     noise, seed = call_noise(config, generation_config, input_ids)
     stats = SpecStats(
@@ -177,7 +184,6 @@ def generate(
         seed=seed,
     )
     request = draft_request(model, rows, attention_mask, processors, config, noise, max_columns)
-    returns_dict = generation_config.return_dict_in_generate
     call = Call(
         target=target,
         session=drafter.start(request),
@@ -188,10 +194,7 @@ def generate(
         noise=noise,
         governor=Governor(length, longest, adaptive=longest > length),
         publisher=Publisher(streamer, rows),
-        recorder=Recorder(
-            scores=bool(returns_dict and generation_config.output_scores),
-            logits=bool(returns_dict and generation_config.output_logits),
-        ),
+        recorder=recorder,
     )
     try:
         speculate(call, rows, stats)
@@ -202,13 +205,12 @@ def generate(
     sequences = rows.sequences()
     if not returns_dict:
         return sequences
-    in_step = min(rows.widths) == max(rows.widths)
+    # Rows that ended apart have no common cache: plain decoding would have filled it with padding.
+    whole = target.keeps_rows or (min(rows.widths) == max(rows.widths) and target.ragged.kept is None)
     output = GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=call.recorder.scores,
-        logits=call.recorder.logits,
-        # Rows that ended apart have no common cache; plain decoding would have filled it with padding.
-        cache=target.ragged.cache.to_dynamic(target.ragged.config, rows.widths[0] - 1) if in_step else None,
+        **{name: getattr(recorder, name) for name in RETURNED},
+        cache=target.ragged.cache.to_dynamic(target.ragged.config, max(rows.widths) - 1) if whole else None,
     )
     output.specdec = stats
     return output

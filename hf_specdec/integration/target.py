@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..decoding.outputs import States
 from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
 from ..drafters.base import Signals, TargetSignals
@@ -29,6 +30,8 @@ class RaggedTarget:
         generation_config, model_kwargs: as `generate` prepared them.
         wanted: what the drafter needs from each forward.
         max_columns: columns that a row can reach, drafts included.
+        keeps_rows: whether rows are run and kept to the end, although they have finished.
+        returned: which of "hidden_states" and "attentions" the call returns.
     """
 
     cache = "ragged"
@@ -42,13 +45,16 @@ class RaggedTarget:
         model_kwargs: dict[str, Any],
         wanted: TargetSignals,
         max_columns: int,
+        keeps_rows: bool = True,
+        returned: frozenset[str] = frozenset(),
     ) -> None:
         self.model, self.input_ids, self.generation_config = model, input_ids, generation_config
-        self.wanted = wanted
+        self.wanted, self.keeps_rows, self.returned = wanted, keeps_rows, returned
+        self.states: States | None = None
         prompt_mask = model_kwargs.get("attention_mask")
         self.ragged = RaggedModel(model, prompt_mask, input_ids.shape[0], max_columns)
         self.model_kwargs = {**model_kwargs, "cache": self.ragged.cache}
-        if wanted.hidden_states:
+        if wanted.hidden_states and not self.model_kwargs.get("output_hidden_states"):
             self.model_kwargs["output_hidden_states"] = list(wanted.hidden_states)
         self.last_state: torch.Tensor | None = None
         self.hook: Any = None
@@ -65,16 +71,34 @@ class RaggedTarget:
         finally:
             watch.remove()
         self.ragged.cache.begin_rows()
+        self.states = self._states(output)
         return self._logits(output)[:, -1:], _joined([part for part in parts if part is not None])
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
+        if not self.keeps_rows:
+            self.ragged.drop(rows.finished)
         tokens = torch.cat([rows.last_tokens(), draft.tokens.clamp_min(0)], dim=1)
-        offsets = rows.lengths - 1
+        output = self._run(tokens, rows.lengths - 1, [width - 1 for width in rows.widths])
+        return self._logits(output), self._signals(output)
+
+    def read_again(self, rows: Rows, first: int, end: int) -> torch.Tensor:
+        offsets = torch.full_like(rows.lengths, first)
+        return self._logits(self._run(rows.ids[:, first:end], offsets, [first] * len(rows)))
+
+    def _run(self, tokens: torch.Tensor, offsets: torch.Tensor, host_offsets: list[int]) -> Any:
         new = offsets - self.input_ids.shape[1]  # how far each row is past its prompt
         positions = self.next_position + new[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        host_offsets = [width - 1 for width in rows.widths]
         output = self.ragged.forward(tokens, offsets, host_offsets, positions, **self.constants)
-        return self._logits(output), self._signals(output)
+        self.states = self._states(output)
+        return output
+
+    def _states(self, output: Any) -> States | None:
+        if not self.returned:
+            return None
+        hidden_states, attentions = (
+            output.get(name) if name in self.returned else None for name in ("hidden_states", "attentions")
+        )
+        return States(hidden_states, attentions)
 
     def _logits(self, output: Any) -> torch.Tensor:
         return output.logits.to(self.input_ids.device, torch.float32)
@@ -84,7 +108,7 @@ class RaggedTarget:
             return None
         states = {index: output.hidden_states[index] for index in self.wanted.hidden_states}
         if self.last_state is not None:
-            states[self.num_layers], self.last_state = self.last_state, None
+            states[self.num_layers], self.last_state = self.ragged.spread(self.last_state), None
         return Signals(states)
 
     def close(self) -> None:

@@ -129,6 +129,7 @@ class DraftModelSession(DraftSession):
 
     def _forward(self, tokens: torch.Tensor, offsets: torch.Tensor, host_offsets: list[int]) -> torch.Tensor:
         assert self.ragged is not None
+        self.ragged.drop(self.rows.finished)
         device = self.model.device
         offsets = offsets.to(device)
         columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
