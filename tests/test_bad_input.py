@@ -6,7 +6,6 @@ import pytest
 import torch
 from scripted import ScriptedDrafter
 from tiny import perturbed, prompts, tiny_encoder_decoder, tiny_target
-from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import AutoDrafter, SpecConfig, SpecGenerate
@@ -50,17 +49,11 @@ def refuse(match, model=None, drafter=None, inputs=None, **options):
         ({"cache_implementation": "static"}, "`cache_implementation` is 'static'"),
         ({"num_assistant_tokens": -1}, "`num_assistant_tokens` is -1"),
         ({"num_assistant_tokens": 2.5}, "`num_assistant_tokens` is 2.5"),
-        ({"cache": DynamicCache()}, "`cache` is a DynamicCache"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_generate_options_that_are_not_served(no_forward, options, match):
     refuse(match, **options)
-
-
-def test_input_embeddings(no_forward):
-    model = tiny_target("llama")
-    refuse("`inputs_embeds`", inputs={"inputs_embeds": model.get_input_embeddings()(prompts([4])["input_ids"])})
 
 
 def test_a_list_of_seeds_of_another_length(no_forward):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from eagle3_formats import FORMATS, random_head, write, write_head
 from safetensors.torch import load_file, save_file
-from tiny import tiny_target
+from tiny import prompts, tiny_target
 
 from hf_specdec import AutoDrafter
 
@@ -194,6 +194,14 @@ def test_a_hidden_quantisation_is_refused(tmp_path):
     folder = write_head(tmp_path, random_head(), "ModelOpt")
     (folder / "hf_quant_config.json").write_text("{}")
     assert "is quantised" in refusal(folder)
+
+
+def test_embeddings_as_a_prompt_are_refused(tmp_path):
+    target = tiny_target("llama")
+    drafter = AutoDrafter.from_pretrained(write_head(tmp_path, random_head()), target=target)
+    embeddings = target.get_input_embeddings()(prompts([9])["input_ids"])
+    with pytest.raises(ValueError, match="`inputs_embeds` is not served with a 'eagle3' drafter"):
+        target.generate(inputs_embeds=embeddings, assistant_model=drafter, max_new_tokens=4)
 
 
 def test_no_whole_model_is_taken_for_a_head_nor_a_head_for_a_whole_model(tmp_path):

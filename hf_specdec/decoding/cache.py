@@ -19,7 +19,6 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    DynamicSlidingWindowLayer,
     get_layer_types_and_kwargs,
 )
 
@@ -85,22 +84,44 @@ class RaggedCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order."""
-        for layer in self.layers:
-            if isinstance(layer, RaggedLayer) and layer.is_initialized:
-                index = torch.tensor(rows, device=layer.keys.device)
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+        for layer in self._filled_layers():
+            index = torch.tensor(rows, device=layer.keys.device)
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
 
-    def to_dynamic(self, config: PreTrainedConfig, length: int) -> DynamicCache:
-        """The first `length` slots as the cache that plain decoding would have returned."""
-        cache = DynamicCache(config=config)
-        for source, layer in zip(self.layers, cache.layers, strict=True):
-            if isinstance(source, RaggedLayer) and source.is_initialized:
-                first = 0
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    first = max(0, length - layer.sliding_window + 1)
-                layer.update(source.keys[:, :, first:length].clone(), source.values[:, :, first:length].clone())
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.cumulative_length = length
+    def copy_rows(self, rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [len(rows), heads, capacity, head_dim] of some rows, for each layer."""
+        copies = []
+        for layer in self._filled_layers():
+            index = torch.tensor(rows, device=layer.keys.device)
+            copies.append((layer.keys[index], layer.values[index]))
+        return copies
+
+    def append_rows(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add rows that were copied before they were given up."""
+        for layer, (keys, values) in zip(self._filled_layers(), copies, strict=True):
+            grown = (0, 0, 0, layer.keys.shape[2] - keys.shape[2])  # more slots may have been allocated since
+            layer.keys = torch.cat([layer.keys, torch.nn.functional.pad(keys, grown)])
+            layer.values = torch.cat([layer.values, torch.nn.functional.pad(values, grown)])
+
+    def _filled_layers(self) -> list[RaggedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer) and layer.is_initialized]
+
+    def load(self, cache: DynamicCache) -> None:
+        """Take over a text that was read before; sliding layers hold no more of it than their window."""
+        length = cache.get_seq_length()
+        self.reserve(length)
+        for layer, source in zip(self.layers, cache.layers, strict=False):
+            if isinstance(layer, RaggedLayer) and source.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+                first = length - source.keys.shape[2]
+                layer.keys[:, :, first:length], layer.values[:, :, first:length] = source.keys, source.values
+                layer.filled = length
+
+    def append_to(self, cache: DynamicCache, first: int, end: int) -> DynamicCache:
+        """Append slots `first` to `end` to a cache of transformers, as the model would have."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RaggedLayer) and layer.is_initialized and first < end:
+                cache.update(layer.keys[:, :, first:end], layer.values[:, :, first:end], index)
         return cache
 
 

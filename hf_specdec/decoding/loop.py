@@ -55,6 +55,8 @@ class Call:
         noise: the call's noise; None decodes greedily.
         governor: draft lengths.
         publisher, recorder: where tokens and scores go.
+        completes: whether rows that end before others go on over their padding, as plain decoding does: it shows in
+            what is recorded and in the cache.
     """
 
     target: Target
@@ -67,6 +69,7 @@ class Call:
     governor: Governor
     publisher: Publisher
     recorder: Recorder
+    completes: bool
 
 
 def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
@@ -111,15 +114,16 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         draft_time = began - drafting
         stats.draft_time += draft_time
         logits, signals = call.target.verify(rows, draft)
-    record_padding(call, rows)
+    if call.completes:
+        run_padding(call, rows)
     call.publisher.end()
     stats.host_time = perf_counter() - started - stats.draft_time - stats.verify_time
 
 
-def record_padding(call: Call, rows: Rows) -> None:
-    """Where outputs are returned, run the padding of rows that ended before others, as plain decoding does."""
+def run_padding(call: Call, rows: Rows) -> None:
+    """Run the padding of rows that ended before others."""
     first, end = min(rows.widths) - 1, max(rows.widths) - 1
-    if not call.recorder.wanted or first == end:
+    if first == end:
         return
     logits = call.target.read_again(rows, first, end)
     raw_logits = logits.clone()
@@ -131,9 +135,9 @@ def row_budgets(rows: Rows, call: Call) -> list[int]:
     """Tokens that each row may draft: the verification itself emits one more before the row's last column."""
     length = 0 if call.processors.stateful else call.governor.next_length()
     budgets = []
-    for text, width, done in zip(rows.texts, rows.widths, rows.finished, strict=True):
+    for text, earlier, width, done in zip(rows.texts, rows.earlier, rows.widths, rows.finished, strict=True):
         room = 0 if done else call.stops.max_width - width - 1
         if call.max_positions is not None:
-            room = min(room, call.max_positions - len(text))
+            room = min(room, call.max_positions - earlier - len(text))
         budgets.append(max(0, min(length, room)))
     return budgets

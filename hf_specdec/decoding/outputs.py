@@ -66,6 +66,7 @@ class Recorder:
     Args:
         scores, logits, hidden_states, attentions: which of them to keep; what is not kept stays None.
         windows: for each layer the columns that its attentions have at most, None for all.
+        earlier: columns before the prompt.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class Recorder:
         hidden_states: bool = False,
         attentions: bool = False,
         windows: Sequence[int | None] = (),
+        earlier: int = 0,
     ) -> None:
         wanted = zip(RETURNED, (scores, logits, hidden_states, attentions), strict=True)
         self.wanted = frozenset(name for name, keep in wanted if keep)
         self._kept: dict[str, list[list[Any]]] = {name: [] for name in RETURNED}  # by row, then by step
-        self._windows = windows
+        self._windows, self._earlier = windows, earlier
         self._prompt: States | None = None
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -131,7 +133,7 @@ class Recorder:
         ranges: Sequence[range],
         before: Sequence[int],
     ) -> None:
-        """Keep some positions of each row; position j of row b attends over `before[b] + j` columns."""
+        """Keep some positions of each row; position j of row b follows its first `before[b] + j` columns."""
         blocks: dict[str, Any] = {"scores": scores.clone() if "scores" in self.wanted else None, "logits": logits}
         for name in ("scores", "logits"):
             if name in self.wanted:
@@ -139,7 +141,7 @@ class Recorder:
         if states is None:
             return
         if self._prompt is None:
-            self._prompt = states
+            self._prompt = self._within_windows(states)
             ranges = [range(0)] * len(ranges)
         if states.hidden_states is not None:
             layers = states.hidden_states
@@ -151,10 +153,20 @@ class Recorder:
             self._extend(
                 "attentions",
                 [
-                    [self._attention(states.attentions, b, j, before[b] + j) for j in range_]
+                    [self._attention(states.attentions, b, j, self._earlier + before[b] + j) for j in range_]
                     for b, range_ in enumerate(ranges)
                 ],
             )
+
+    def _within_windows(self, states: States) -> States:
+        """The states of the prompt; a sliding layer had the end of an earlier text before it."""
+        if states.attentions is None:
+            return states
+        attentions = []
+        for layer, window in zip(states.attentions, self._windows or [None] * len(states.attentions), strict=False):
+            earlier = layer.shape[-1] - layer.shape[-2]
+            attentions.append(layer if window is None else layer[..., max(0, earlier - window + 1) :])
+        return States(states.hidden_states, tuple(attentions))
 
     def _attention(self, layers: Sequence[torch.Tensor], row: int, position: int, columns: int) -> list[torch.Tensor]:
         """Each layer's attention [heads, 1, columns] of one position."""

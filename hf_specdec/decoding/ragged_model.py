@@ -93,10 +93,16 @@ class RaggedModel:
         prompt_mask: [B, W] 1 where the left-padded prompt holds text; None where nothing is padded.
         batch_size: B.
         max_slots: most slots that a row will need.
+        keeps_caches: whether the caches of dropped rows are put aside for `restore`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, prompt_mask: torch.Tensor | None, batch_size: int, max_slots: int
+        self,
+        model: PreTrainedModel,
+        prompt_mask: torch.Tensor | None,
+        batch_size: int,
+        max_slots: int,
+        keeps_caches: bool = False,
     ) -> None:
         self.model = model
         self.config = model.config.get_text_config()
@@ -113,6 +119,8 @@ class RaggedModel:
         self.kinds = [kind for kind in ATTENTION_LAYERS if kind in kinds]
         self.batch_size = batch_size
         self.kept: list[int] | None = None  # the rows that are still run; None for all
+        self.keeps_caches = keeps_caches
+        self.dropped: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = []  # rows, keys and values
         # transformers counts chunks from the first token of the text, not from the first column.
         self.chunk_starts = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
         if self.padding is not None:
@@ -148,11 +156,25 @@ class RaggedModel:
         if not left or len(left) > _KEEP_SHARE * len(kept):
             return
         places = [i for i, b in enumerate(kept) if not finished[b]]
+        if self.keeps_caches:
+            ended = [i for i, b in enumerate(kept) if finished[b]]
+            self.dropped.append(([kept[i] for i in ended], self.cache.copy_rows(ended)))
         self.cache.select(places)
         index = torch.tensor(places, device=self.chunk_starts.device)
         self.chunk_starts = self.chunk_starts[index]
         self.padding = None if self.padding is None else self.padding[index]
         self.kept = left
+
+    def restore(self) -> None:
+        """Bring the caches of dropped rows back, after the last forward."""
+        here = list(range(self.batch_size)) if self.kept is None else self.kept
+        while self.dropped:
+            rows, copies = self.dropped.pop()
+            here = here + rows
+            self.cache.append_rows(copies)
+        if self.kept is not None:
+            self.cache.select([here.index(b) for b in range(self.batch_size)])
+            self.kept = None
 
     def forward(
         self,

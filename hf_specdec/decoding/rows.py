@@ -15,7 +15,8 @@ class Rows:
 
     Args:
         input_ids: [B, W] the left-padded prompts.
-        attention_mask: [B, W], None where nothing is padded.
+        attention_mask: [B, E + W], None where nothing is padded. The first E columns are a text before the prompt that
+            the target has in its cache, or as embeddings.
         pad_token_id: what fills a row after its end.
 
     Attributes:
@@ -23,6 +24,7 @@ class Rows:
         lengths: [B] `widths` on the device.
         widths: columns of each row that hold text or left padding.
         texts: token ids of each row without padding.
+        earlier: tokens of each row before its prompt, in the cache or as embeddings.
         finished: rows that have stopped.
         drafted, accepted, emitted: of the last commit, per row; `emitted` are the tokens that reached the text.
     """
@@ -35,7 +37,9 @@ class Rows:
         self._reserve(width + _HEADROOM)
         self.lengths = torch.full((batch_size,), width, dtype=torch.long, device=input_ids.device)
         self.widths = [width] * batch_size
-        kept = [[1] * width] * batch_size if attention_mask is None else attention_mask.tolist()
+        mask = input_ids.new_ones(batch_size, width) if attention_mask is None else attention_mask
+        split = mask.shape[1] - width
+        kept, self.earlier = mask[:, split:].tolist(), mask[:, :split].sum(dim=1).tolist()
         self.texts = [
             [token for token, keep in zip(prompt, keeps, strict=True) if keep]
             for prompt, keeps in zip(input_ids.tolist(), kept, strict=True)
@@ -44,14 +48,15 @@ class Rows:
         self.drafted = [0] * batch_size
         self.accepted = [0] * batch_size
         self.emitted: list[list[int]] = [[] for _ in range(batch_size)]
-        self._padding = torch.tensor([width - len(text) for text in self.texts], device=input_ids.device)
+        padding = [width - len(text) - earlier for text, earlier in zip(self.texts, self.earlier, strict=True)]
+        self._padding = torch.tensor(padding, device=input_ids.device)
 
     def __len__(self) -> int:
         return len(self.widths)
 
     @property
     def positions(self) -> torch.Tensor:
-        """[B] absolute position, without padding, of each row's next token."""
+        """[B] absolute position, without padding and with what came before, of each row's next token."""
         return self.lengths - self._padding
 
     def processor_widths(self, slot: int = 0) -> list[int]:

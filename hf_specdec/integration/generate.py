@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -47,6 +47,7 @@ _WITHOUT_EFFECT = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Inputs that only the first forward may see are fine; these would have to follow the rows.
 _GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -102,12 +103,14 @@ def check_inputs(
     """Refuse inputs that cannot be served, before the prefill."""
     name = type(model).__name__
     if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("`inputs_embeds` is not served with a drafter yet; give `input_ids`.")
-    if input_ids.shape[1] == 0:
+        if drafter.signals.hidden_states:
+            raise ValueError(
+                f"`inputs_embeds` is not served with a {drafter.method!r} drafter, which reads the prompt's tokens; "
+                "give `input_ids`."
+            )
+    elif input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
-    cache = kwargs.get("cache")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or not isinstance(cache, DynamicCache)):
-        raise ValueError(f"`cache` is a {type(cache).__name__} of yours; a drafter brings its own cache, leave it out.")
+    _check_cache(input_ids, kwargs, num_earlier(input_ids, config, kwargs))
     for option in _GROWING_INPUTS:
         if kwargs.get(option) is not None:
             raise ValueError(
@@ -115,7 +118,7 @@ def check_inputs(
             )
     limit = length_limit(model)
     _, longest = num_draft_tokens(drafter, config)
-    if limit is not None and criteria.max_length + longest > limit[0]:
+    if limit is not None and criteria.max_length + num_earlier(input_ids, config, kwargs) + longest > limit[0]:
         raise ValueError(
             f"`max_length` is {criteria.max_length}; {name} is served up to {limit[0] - longest} tokens, because "
             f"{limit[1]}."
@@ -129,6 +132,32 @@ def check_inputs(
     seed = drafter.spec_config.seed
     if isinstance(seed, list) and len(seed) != batch_size:
         raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
+
+
+def num_earlier(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
+    """Columns before the prompt: a text in a cache whose ids were not given again, or embeddings."""
+    mask = model_kwargs.get("attention_mask")
+    # A mask that hides nothing has been taken away; its length has been written down.
+    columns = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    return columns - input_ids.shape[1]
+
+
+def _check_cache(input_ids: torch.Tensor, model_kwargs: dict[str, Any], earlier: int) -> None:
+    """Refuse caches of other kinds than transformers' dynamic one, and of lengths that do not fit the prompt."""
+    cache: Any = model_kwargs.get("cache")
+    kinds = {type(layer) for layer in getattr(cache, "layers", ())}
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or kinds - set(_CACHE_LAYERS):
+        layers = f" with {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else ""
+        raise ValueError(
+            f"`cache` is a {type(cache).__name__}{layers}; a drafter continues a DynamicCache that is not offloaded. "
+            "Give one, or leave it out."
+        )
+    length, width = cache.get_seq_length(), input_ids.shape[1]
+    if length and not (length == earlier or (earlier == 0 and length < width)):
+        raise ValueError(
+            f"`cache` holds {length} tokens beside `input_ids` of {width} and an attention mask of {width + earlier}; "
+            "give the whole text's ids, or the new ones with the whole text's mask."
+        )
 
 
 def generate(
@@ -154,7 +183,10 @@ def generate(
     max_width = stopping_criteria.max_length or generation_config.max_length
     max_columns = max(max_width, width + 1) + longest + 1
 
+    earlier = num_earlier(input_ids, generation_config, model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
+    if attention_mask is None and earlier:
+        attention_mask = input_ids.new_ones(batch_size, earlier + width)
     pad_token = generation_config._pad_token_tensor
     rows = Rows(input_ids, attention_mask, 0 if pad_token is None else int(pad_token))
     processors = BlockProcessors(logits_processor)
@@ -162,15 +194,20 @@ def generate(
     recorder = Recorder(
         **{name: bool(returns_dict and getattr(generation_config, f"output_{name}")) for name in RETURNED},
         windows=attention_windows(model),
+        earlier=earlier,
     )
+    # The padding of rows that end before others is part of what is returned, and of a cache that is the user's.
+    completes = bool(recorder.wanted) or getattr(model_kwargs.get("cache"), "_is_user_defined", False)
     target = RaggedTarget(
         model,
         input_ids,
         generation_config,
         model_kwargs,
+        earlier,
         drafter.signals,
         max_columns,
-        keeps_rows=bool(recorder.wanted),  # their padding is part of what is returned
+        keeps_rows=completes,
+        returns_cache=completes or bool(returns_dict),
         returned=recorder.wanted & {"hidden_states", "attentions"},
     )
     check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
@@ -183,7 +220,8 @@ def generate(
         rollback=target.rollback,
         seed=seed,
     )
-    request = draft_request(model, rows, attention_mask, processors, config, noise, max_columns)
+    own_mask = None if attention_mask is None else attention_mask[:, earlier:]
+    request = draft_request(model, rows, own_mask, processors, config, noise, max_columns)
     call = Call(
         target=target,
         session=drafter.start(request),
@@ -195,6 +233,7 @@ def generate(
         governor=Governor(length, longest, adaptive=longest > length),
         publisher=Publisher(streamer, rows),
         recorder=recorder,
+        completes=completes,
     )
     try:
         speculate(call, rows, stats)
@@ -203,14 +242,15 @@ def generate(
         target.close()
     drafter.last_stats = stats
     sequences = rows.sequences()
+    # Rows that ended apart have no common cache, unless they were completed with padding.
+    in_step = min(rows.widths) == max(rows.widths)
+    cache = target.filled_cache(rows) if completes or (returns_dict and in_step) else None
     if not returns_dict:
         return sequences
-    # Rows that ended apart have no common cache: plain decoding would have filled it with padding.
-    whole = target.keeps_rows or (min(rows.widths) == max(rows.widths) and target.ragged.kept is None)
     output = GenerateDecoderOnlyOutput(
         sequences=sequences,
         **{name: getattr(recorder, name) for name in RETURNED},
-        cache=target.ragged.cache.to_dynamic(target.ragged.config, max(rows.widths) - 1) if whole else None,
+        cache=cache,
     )
     output.specdec = stats
     return output

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..decoding.outputs import States
 from ..decoding.ragged_model import RaggedModel
@@ -28,9 +28,11 @@ class RaggedTarget:
         model: the target.
         input_ids: [B, W] the left-padded prompts.
         generation_config, model_kwargs: as `generate` prepared them.
+        earlier: columns before the prompt: in a cache of the user's, or embeddings.
         wanted: what the drafter needs from each forward.
         max_columns: columns that a row can reach, drafts included.
-        keeps_rows: whether rows are run and kept to the end, although they have finished.
+        keeps_rows: whether rows are run to the end, although they have finished.
+        returns_cache: whether `filled_cache` will be asked for.
         returned: which of "hidden_states" and "attentions" the call returns.
     """
 
@@ -43,16 +45,23 @@ class RaggedTarget:
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        earlier: int,
         wanted: TargetSignals,
         max_columns: int,
         keeps_rows: bool = True,
+        returns_cache: bool = True,
         returned: frozenset[str] = frozenset(),
     ) -> None:
         self.model, self.input_ids, self.generation_config = model, input_ids, generation_config
         self.wanted, self.keeps_rows, self.returned = wanted, keeps_rows, returned
         self.states: States | None = None
         prompt_mask = model_kwargs.get("attention_mask")
-        self.ragged = RaggedModel(model, prompt_mask, input_ids.shape[0], max_columns)
+        self.earlier = earlier
+        self.ragged = RaggedModel(model, prompt_mask, input_ids.shape[0], earlier + max_columns, returns_cache)
+        self.given: DynamicCache = model_kwargs["cache"]
+        self.num_given = self.given.get_seq_length()
+        if self.num_given:
+            self.ragged.cache.load(self.given)
         self.model_kwargs = {**model_kwargs, "cache": self.ragged.cache}
         if wanted.hidden_states and not self.model_kwargs.get("output_hidden_states"):
             self.model_kwargs["output_hidden_states"] = list(wanted.hidden_states)
@@ -88,7 +97,8 @@ class RaggedTarget:
     def _run(self, tokens: torch.Tensor, offsets: torch.Tensor, host_offsets: list[int]) -> Any:
         new = offsets - self.input_ids.shape[1]  # how far each row is past its prompt
         positions = self.next_position + new[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        output = self.ragged.forward(tokens, offsets, host_offsets, positions, **self.constants)
+        slots, host_slots = offsets + self.earlier, [offset + self.earlier for offset in host_offsets]
+        output = self.ragged.forward(tokens, slots, host_slots, positions, **self.constants)
         self.states = self._states(output)
         return output
 
@@ -110,6 +120,11 @@ class RaggedTarget:
         if self.last_state is not None:
             states[self.num_layers], self.last_state = self.ragged.spread(self.last_state), None
         return Signals(states)
+
+    def filled_cache(self, rows: Rows) -> DynamicCache:
+        """The cache that `generate` was given or had made, filled as plain decoding fills it; rows end together."""
+        self.ragged.restore()
+        return self.ragged.cache.append_to(self.given, self.num_given, self.earlier + max(rows.widths) - 1)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -144,7 +159,7 @@ class RaggedTarget:
         """
         model, kwargs = self.model, self.model_kwargs
         prompt = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **kwargs)
-        longer = torch.cat([self.input_ids, self.input_ids[:, -1:]], dim=1)
+        longer = torch.nn.functional.pad(self.input_ids, (0, 1))  # with any token: nothing is run
         step_kwargs = dict(kwargs, position_ids=_one_longer(kwargs["position_ids"], step=1))
         if kwargs.get("attention_mask") is not None:
             step_kwargs["attention_mask"] = _one_longer(kwargs["attention_mask"], step=0)

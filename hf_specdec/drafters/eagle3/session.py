@@ -96,6 +96,7 @@ class Eagle3Session(DraftSession):
     Attributes:
         features: [B, columns, H] feature of each column that the target has processed.
         valid: entries of each row that are made from the target's hidden states.
+        first: the first entry; those before it would need hidden states from before this call.
     """
 
     def __init__(self, drafter: Eagle3Drafter, request: DraftRequest) -> None:
@@ -113,6 +114,7 @@ class Eagle3Session(DraftSession):
         self.slots = torch.arange(0, device=self.device)
         self.features = torch.empty(len(self.rows.widths), 0, self.config.hidden_size)
         self.valid = [0] * len(self.rows.widths)
+        self.first = 0
         self.judged, self.drafted, self.accepted = 0, 0, 0  # verifications, and drafts of all rows
 
     def observe(self, signals: Signals | None, verdict: Verdict) -> None:
@@ -124,8 +126,9 @@ class Eagle3Session(DraftSession):
         fused = self.model.fuse(states)
         rows, count = self.rows, fused.shape[1]
         starts = [width - 1 - len(new) for width, new in zip(rows.widths, rows.emitted, strict=True)]
-        if self.features.shape[1] == 0:  # the prefill: every column of the prompt
-            starts = [0] * len(starts)
+        if self.features.shape[1] == 0:  # the prefill: every column of the prompt that was not in a cache before
+            self.first = rows.widths[0] - len(rows.emitted[0]) - count
+            starts = self.valid = [self.first] * len(starts)
         self._reserve(max(starts) + count)
         columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
         self.features.scatter_(1, columns[..., None].expand(-1, -1, fused.shape[-1]), fused)
@@ -166,7 +169,7 @@ class Eagle3Session(DraftSession):
         if len(self.slots) < self.cache.view:
             self.slots = torch.arange(self.cache.capacity, device=self.device)
         keys, entries = self.slots[: self.cache.view], offsets[:, None] + self.slots[:count]
-        visible = (keys <= entries[..., None]) & (keys >= self.padding[:, None, None])
+        visible = (keys <= entries[..., None]) & (keys >= self.padding.clamp_min(self.first)[:, None, None])
         # An entry in a row's padding sees itself, so that no row of the attention is empty.
         visible |= keys == entries[..., None]
         distance = entries[..., None] - keys
