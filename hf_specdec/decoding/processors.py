@@ -18,6 +18,8 @@ from functools import partial
 import torch
 from transformers.generation import logits_process
 
+from .warpers import fuse
+
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _WARPERS = (
@@ -61,7 +63,8 @@ class BlockProcessors:
         # A subclass may look at the ids, so only the classes themselves count as warpers.
         reading = [i for i, processor in enumerate(processors) if type(processor) not in _WARPER_TYPES]
         first, last = (reading[0], reading[-1] + 1) if reading else (0, 0)
-        self.before, self.reading, self.after = processors[:first], processors[first:last], processors[last:]
+        self.before, self.reading = fuse(processors[:first]), processors[first:last]
+        self.after = fuse(processors[last:])
 
     @property
     def read_ids(self) -> bool:
