@@ -252,7 +252,9 @@ class Drafter(nn.Module, ABC):
 
 def target_fingerprint(target: PreTrainedModel) -> tuple:
     """What must not change between `bind` and use: class, vocabulary, hidden size, layers."""
-    target = getattr(target, "_orig_mod", target)  # a compiled model generates as what was compiled
+    target = getattr(target, "_orig_mod", target)  # a compiled model generates as what was compiled,
+    if hasattr(target, "get_base_model"):  # and PEFT's as the model with the adapters in it
+        target = target.get_base_model()
     config = target.config.get_text_config()
     return (
         type(target).__name__,
