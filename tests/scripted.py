@@ -71,6 +71,19 @@ class ScriptedSession(DraftSession):
         self.first_column += columns
 
 
+class RowScript(ScriptedDrafter):
+    """A script for all rows at once, or for rows that are run one after another: each start is then the next row's."""
+
+    def start(self, request: DraftRequest) -> DraftSession:
+        if len(request.rows.texts) == len(self.texts):
+            return super().start(request)
+        row = getattr(self, "row", 0)
+        self.row = (row + 1) % len(self.texts)
+        one = ScriptedDrafter([self.texts[row]], right=lambda _, round: self.right(row, round))
+        one.hidden_states, one.seen, one.budgets = self.hidden_states, self.seen, self.budgets
+        return one.start(request)
+
+
 class RandomDrafter(Drafter):
     """Draws every token from its own random law, which depends on the text's last token.
 

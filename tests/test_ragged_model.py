@@ -322,7 +322,7 @@ def with_backend(backend: str):
 
 NO_POSITIONS = "its forward takes no `position_ids`"
 NO_MASK = "takes no explicit mask; load it with attn_implementation='sdpa'"
-REFUSED = {
+NOT_RAGGED = {
     "encoder-decoder": (tiny_encoder_decoder, "it is an encoder-decoder model"),
     "mamba": (lambda: build(MambaConfig(**SMALL, state_size=8)), NO_POSITIONS),
     "mamba2": (lambda: build(Mamba2Config(**SMALL, state_size=8, num_heads=8, head_dim=8, n_groups=1)), NO_POSITIONS),
@@ -334,17 +334,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_is_not_served_is_refused_with_a_reason_before_any_forward(case):
-    make, reason = REFUSED[case]
-    model = make()
-    found = why_not_ragged(model)
+@pytest.mark.parametrize("case", NOT_RAGGED)
+def test_a_model_that_cannot_take_ragged_rows_is_known_by_its_source(case):
+    make, reason = NOT_RAGGED[case]
+    found = why_not_ragged(make())
     assert found is not None and reason in found
+
+
+def test_a_model_that_no_path_serves_is_refused_with_a_reason_before_any_forward():
+    model = tiny_encoder_decoder()
     model.register_forward_pre_hook(lambda *args: pytest.fail("a forward was run"))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration .* it is an encoder-decoder model"):
         drafter = AutoDrafter.for_target(model, "lookup")
         model.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)
-    assert type(model).__name__ in str(caught.value) and reason in str(caught.value)
 
 
 # The self-check
@@ -442,12 +444,15 @@ def test_the_self_check_finds_faults_in_half_precision(fault, monkeypatch):
     assert error > allowed
 
 
-def test_a_model_that_fails_the_self_check_is_refused_with_its_error(monkeypatch):
+def test_a_model_that_fails_the_self_check_takes_another_path(monkeypatch):
     model = build(tiny_config("mistral"))
     inputs = prompts([5])
     no_window(monkeypatch)
-    with pytest.raises(ValueError, match=r"MistralForCausalLM is not served by drafters: .* differ from its own"):
-        speculative(model, inputs, AutoDrafter.for_target(model, "none"))
+    with pytest.raises(probe.NotRagged, match="differ from its own one-token steps"):
+        probe.check_ragged(model)
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1)
+    assert torch.equal(speculative(model, inputs, drafter), plain(model, inputs))
+    assert drafter.last_stats.cache == "own"
 
 
 def test_a_model_whose_logits_are_not_numbers_is_refused():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from scripted import ScriptedDrafter
 from tiny import EOS, perturbed, prompts, randomise, tiny_config, tiny_target
+from tiny_types import tiny_of_type
 from transformers import (
     AutoModelForCausalLM,
     DogeConfig,
@@ -125,7 +126,7 @@ def test_positions_that_a_model_shifts_while_preparing_are_followed():
 
 
 def jump_after_the_prefill(prepared, kwargs):
-    if not kwargs["is_first_iteration"]:
+    if not kwargs.get("is_first_iteration"):
         prepared["position_ids"] = prepared["position_ids"] + 1
 
 
@@ -306,3 +307,12 @@ def test_a_target_with_adapters_is_known_by_the_model_that_generates():
     for target in (Adapted(model), model):
         drafter = AutoDrafter.for_target(target, "lookup", min_ngram=1)
         assert torch.equal(generate(Adapted(model), inputs, drafter), generate(model, inputs))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_the_cache_of_another_are_served(model_type):
+    model, inputs = tiny_of_type(model_type), prompts([9, 4])
+    expected = generate(model, inputs, eos_token_id=None)
+    drafter = scripted(model, inputs, expected)
+    assert torch.equal(generate(model, inputs, drafter, eos_token_id=None), expected)
+    assert drafter.last_stats.cache == "ragged"

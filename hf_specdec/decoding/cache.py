@@ -49,7 +49,7 @@ class RaggedCache(Cache):
         types, arguments = get_layer_types_and_kwargs(config)
         foreign = sorted(set(types) - set(ATTENTION_LAYERS) - {"dummy"})
         if foreign:
-            raise ValueError(f"its cache has layers of type {', '.join(foreign)}, which cannot forget rejected tokens")
+            raise ValueError(f"its cache has layers of type {', '.join(foreign)}, whose rows have to be of one length")
         layers = [
             DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs) if kind == "dummy" else RaggedLayer(self)
             for kind, kwargs in zip(types, arguments, strict=True)

@@ -84,6 +84,17 @@ class Recorder:
         self._windows, self._earlier = windows, earlier
         self._prompt: States | None = None
 
+    @staticmethod
+    def joined(recorders: Sequence[Recorder]) -> Recorder:
+        """What recorders of one row each have kept, as if it had been one batch. No attentions."""
+        whole, first = Recorder(), recorders[0]
+        whole.wanted = first.wanted
+        whole._kept = {name: [row for one in recorders for row in one._kept[name]] for name in RETURNED}
+        prompts = [one._prompt.hidden_states for one in recorders if one._prompt and one._prompt.hidden_states]
+        if prompts:
+            whole._prompt = States(tuple(torch.cat(layer) for layer in zip(*prompts, strict=True)), None)
+        return whole
+
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy of [B, m, V] logits where they are wanted; processors may write over the original."""
         return logits.clone() if "logits" in self.wanted else None

@@ -51,13 +51,14 @@ class TopKTopP:
         values, indices = scores.topk(k + 1, dim=-1)
         if bool((values[:, k - 1] == values[:, k]).any()):  # a tie at the border: top-k keeps more than k
             return self._one_after_the_other(ids, scores)
-        # Equal scores are sorted by their ids, as in a stable sort of the whole vocabulary.
-        indices = indices[:, :k].sort(dim=-1).values
-        kept, order = scores.gather(-1, indices).sort(dim=-1, stable=True)
+        kept, indices = values[:, :k].flip(-1), indices[:, :k].flip(-1)
         removed = kept.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p.top_p
         removed[:, -self.top_p.min_tokens_to_keep :] = False
+        border = removed[:, :-1] & ~removed[:, 1:]
+        if bool((border & (kept[:, :-1] == kept[:, 1:])).any()):  # which of the equal ones goes is up to torch's sort
+            return self._one_after_the_other(ids, scores)
         kept = kept.masked_fill(removed, -float("inf"))
-        return torch.full_like(scores, -float("inf")).scatter_(-1, indices.gather(-1, order), kept)
+        return torch.full_like(scores, -float("inf")).scatter_(-1, indices, kept)
 
     def _one_after_the_other(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.top_p(ids, self.top_k(ids, scores))

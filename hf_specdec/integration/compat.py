@@ -37,6 +37,7 @@ EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
         "model_kwargs",
     ),
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "_supports_default_dynamic_cache": (),  # a class method
 }
 
 # What we wrap or call of pipelines: methods of Pipeline, and a function of its module.

@@ -17,7 +17,8 @@ from transformers.generation import GenerationMixin, StoppingCriteriaList
 
 from ..drafters.base import Drafter
 from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, check_signatures
-from .generate import check_call, generate, is_drafter
+from .generate import check_call, is_drafter
+from .paths import decode
 from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
 
 _originals: list[tuple[Any, str, Callable]] = []  # (class or module, name, what was there)
@@ -99,7 +100,7 @@ class SpecGenerate:
         check_call(model, self.drafter, str(getattr(mode, "value", mode)), generation_config)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        return generate(
+        return decode(
             model,
             self.drafter,
             input_ids,
@@ -179,7 +180,7 @@ def _wrap_decoding(original: Callable) -> Callable:
                 tokenizer=tokenizer,
                 **model_kwargs,
             )
-        return generate(
+        return decode(
             self,
             assistant_model,
             input_ids,

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -21,7 +21,7 @@ from ..config import SpecConfig
 from ..decoding.loop import Call, speculate
 from ..decoding.outputs import RETURNED, Publisher, Recorder
 from ..decoding.processors import BlockProcessors
-from ..decoding.ragged_model import attention_windows, length_limit, max_positions, why_not_ragged
+from ..decoding.ragged_model import attention_windows, length_limit, max_positions
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter, DraftRequest
@@ -29,6 +29,7 @@ from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
 from ..verification import Noise
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
+from .own_target import why_not_served
 from .probe import check_ragged
 from .target import RaggedTarget
 
@@ -47,7 +48,7 @@ _WITHOUT_EFFECT = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # a dummy stands for a layer that shares
 # Inputs that only the first forward may see are fine; these would have to follow the rows.
 _GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -85,7 +86,7 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
         raise ValueError(
             f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it out."
         )
-    reason = why_not_ragged(model)
+    reason = why_not_served(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
     drafter.check_bound_to(model)
@@ -124,7 +125,7 @@ def check_inputs(
             f"{limit[1]}."
         )
     batch_size = input_ids.shape[0]
-    if batch_size > 1 and _other_criteria(criteria) and not _eos_token_ids(criteria):
+    if batch_size > 1 and other_criteria(criteria) and not eos_token_ids(criteria):
         raise ValueError(
             f"{batch_size} rows with stopping criteria but without an `eos_token_id` are not served with a drafter "
             "yet; set an eos_token_id or use one row."
@@ -175,6 +176,9 @@ def generate(
     Returns:
         What plain decoding returns. A dictionary output carries the statistics as `specdec`; they are also left in
         `drafter.last_stats`.
+
+    Raises:
+        NotRagged: the target has to take another path; nothing has been run or given away then.
     """
     check_inputs(model, drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
     batch_size, width = input_ids.shape
@@ -227,7 +231,7 @@ def generate(
         session=drafter.start(request),
         processors=processors,
         max_positions=max_positions(model),
-        stops=Stops(max_width, _eos_token_ids(stopping_criteria), _other_criteria(stopping_criteria)),
+        stops=Stops(max_width, eos_token_ids(stopping_criteria), other_criteria(stopping_criteria)),
         rule=config.rule,
         noise=noise,
         governor=Governor(length, longest, adaptive=longest > length),
@@ -319,9 +323,11 @@ def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> t
     return length, length if config.governor == "off" else 2 * length
 
 
-def _eos_token_ids(criteria: Iterable[Any]) -> list[int]:
+def eos_token_ids(criteria: Iterable[Any]) -> list[int]:
+    """The tokens that end a row."""
     return [token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist()]
 
 
-def _other_criteria(criteria: Iterable[Any]) -> list[Any]:
+def other_criteria(criteria: Iterable[Any]) -> list[Any]:
+    """The stopping criteria beside an eos and the length."""
     return [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]

@@ -26,10 +26,10 @@ from weakref import WeakKeyDictionary
 import transformers
 from transformers import PreTrainedModel
 
-from ..decoding.ragged_model import why_not_ragged
 from ..drafters.auto import AutoDrafter, DrafterFormat, methods
 from ..drafters.base import Drafter, UnfitDraftModel
 from .generate import is_drafter
+from .own_target import why_not_served
 
 _HUB_OPTIONS = ("revision", "subfolder", "token", "local_files_only")
 
@@ -204,7 +204,7 @@ def _give(pipe: Any, assistant: Any, tokenizer: Any | None) -> None:
     if name is None:
         for_transformers = _is_model(assistant)
     else:
-        only_there = tokenizer is not None or why_not_ragged(target) is not None
+        only_there = tokenizer is not None or why_not_served(target) is not None
         for_transformers = name.found is None or (name.is_whole_model and only_there)
     if for_transformers:
         return _give_model(pipe, assistant, tokenizer)
@@ -235,7 +235,7 @@ def _give_model(pipe: Any, assistant: Any, tokenizer: Any | None) -> None:
 
 
 def _check_served(target: PreTrainedModel) -> None:
-    reason = why_not_ragged(target)
+    reason = why_not_served(target)
     if reason is not None:
         raise ValueError(
             f"`assistant_model` is a drafter, and {type(target).__name__} is not served by drafters yet: {reason}."

@@ -20,36 +20,44 @@ _ACCEPTED = (1, 3)  # tokens of the first round that turn out right
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict] = weakref.WeakKeyDictionary()
 
 
+class NotRagged(ValueError):
+    """A target that cannot run over ragged rows, although its source does not say so."""
+
+
 def check_ragged(model: PreTrainedModel) -> None:
     """Refuse a target whose ragged forwards are wrong.
 
     Raises:
-        ValueError: they differ from its own one-token steps by more than rounding.
+        NotRagged: they fail, or differ from its own one-token steps by more than rounding.
+        ValueError: its logits are NaN.
     """
     if model.training:  # dropout would differ between any two forwards
         return
-    key = (model.dtype, model.config.get_text_config()._attn_implementation)
-    verdicts = _verdicts.setdefault(model, {})
+    verdicts, key = _verdicts.setdefault(model, {}), configuration(model)
     if key not in verdicts:
         try:
             verdicts[key] = measure(model)
         except torch.OutOfMemoryError:
             raise
         except Exception as cause:  # a model's own code may fail in any way on masks that it does not expect
-            raise ValueError(
-                f"{type(model).__name__} is not served by drafters: its forward over rows of different lengths fails "
-                f"({type(cause).__name__}: {cause})."
-            ) from cause
+            verdicts[key] = f"its forward over rows of different lengths fails ({type(cause).__name__}: {cause})"
+    if isinstance(verdicts[key], str):
+        raise NotRagged(verdicts[key])
     error, allowed = verdicts[key]
     if math.isnan(error):
         raise ValueError(
             f"{type(model).__name__} gives NaN logits in {model.dtype}; look at its weights and its dtype."
         )
     if error > allowed:
-        raise ValueError(
-            f"{type(model).__name__} is not served by drafters: its logits over rows of different lengths differ from "
-            f"its own one-token steps by {error:.1e} of their spread ({allowed:.1e} is rounding)."
+        raise NotRagged(
+            f"its logits over rows of different lengths differ from its own one-token steps by {error:.1e} of their "
+            f"spread ({allowed:.1e} is rounding)"
         )
+
+
+def configuration(model: PreTrainedModel) -> tuple:
+    """What a model's verdict depends on, beside the model."""
+    return model.dtype, model.config.get_text_config()._attn_implementation
 
 
 @torch.no_grad()
@@ -76,11 +84,11 @@ def measure(model: PreTrainedModel) -> tuple[float, float]:
         steps.append(output.logits[:, -1].float())
     expected = torch.stack(steps, dim=1)  # [2, steps + 1, V] after each column from width - 1 on
     whole = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    noise = _distance(whole[:, width - 1 :].float(), expected)
+    noise = distance(whole[:, width - 1 :].float(), expected)
 
     ragged = RaggedModel(model, mask[:, :width], 2, width + 2 * _STEPS)
     logits = ragged.prefill(ids[:, :width], mask[:, :width], positions[:, :width]).float()
-    errors = [[_distance(logits[b], expected[b, :1])] for b in range(2)]
+    errors = [[distance(logits[b], expected[b, :1])] for b in range(2)]
     wrong = (ids[:, width : width + _STEPS] + 1) % vocab_size
     right = torch.arange(_STEPS, device=device) < torch.tensor(_ACCEPTED, device=device)[:, None]
     first = torch.where(right, ids[:, width : width + _STEPS], wrong)
@@ -95,11 +103,24 @@ def measure(model: PreTrainedModel) -> tuple[float, float]:
         logits = ragged.forward(tokens, offsets, host_offsets, positions[rows, width + taken]).logits.float()
         valid = [min(a, tokens.shape[1]) if max(accepted) == 0 else tokens.shape[1] for a in _ACCEPTED]
         for b, n in enumerate(valid):
-            errors[b].append(_distance(logits[b, :n], expected[b, 1 + accepted[b] : 1 + accepted[b] + n]))
-    by_row = [torch.cat(row) for row in errors]
-    spread = expected.std()
-    if model.dtype in (torch.float32, torch.float64):
-        error, noise_level, floor, cap = max(row.max() for row in by_row), noise.max(), 1e-3, 1e-2
+            errors[b].append(distance(logits[b, :n], expected[b, 1 + accepted[b] : 1 + accepted[b] + n]))
+    return in_spreads([torch.cat(row) for row in errors], noise, expected.std(), model.dtype)
+
+
+def in_spreads(
+    by_row: list[torch.Tensor], noise: torch.Tensor, spread: torch.Tensor, dtype: torch.dtype, floor: float = 1e-3
+) -> tuple[float, float]:
+    """(error, allowed error) of a measurement, in units of the logits' standard deviation.
+
+    Args:
+        by_row: for each row [m] the distances of its positions' logits from one-token steps.
+        noise: [B, n] distances of the steps from a forward over the whole text.
+        spread: [] standard deviation of the logits.
+        dtype: of the model.
+        floor: least error that is allowed in fp32.
+    """
+    if dtype in (torch.float32, torch.float64):
+        error, noise_level, cap = max(row.max() for row in by_row), noise.max(), 1e-2
     else:  # rounding may send single tokens to other experts; a wrong mask or position moves most of a row's
         error, noise_level = max(row.median() for row in by_row), noise.median(dim=1).values.max()
         floor, cap = 0.2, 0.5
@@ -107,6 +128,6 @@ def measure(model: PreTrainedModel) -> tuple[float, float]:
     return float(error / spread), max(floor, min(8 * float(noise_level / spread), cap))
 
 
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """[..., m] largest difference of each position's logits [..., m, V]."""
     return (ours - theirs).abs().amax(dim=-1)

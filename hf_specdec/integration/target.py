@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..decoding.outputs import States
@@ -14,6 +12,8 @@ from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
 from ..drafters.base import Signals, TargetSignals
 from ..verification import Draft
+from .probe import NotRagged
+from .taps import Taps
 
 # Inputs of a step that the loop prepares itself.
 _PREPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "logits_to_keep", "use_cache")
@@ -53,7 +53,7 @@ class RaggedTarget:
         returned: frozenset[str] = frozenset(),
     ) -> None:
         self.model, self.input_ids, self.generation_config = model, input_ids, generation_config
-        self.wanted, self.keeps_rows, self.returned = wanted, keeps_rows, returned
+        self.keeps_rows = keeps_rows
         self.states: States | None = None
         prompt_mask = model_kwargs.get("attention_mask")
         self.earlier = earlier
@@ -62,33 +62,25 @@ class RaggedTarget:
         self.num_given = self.given.get_seq_length()
         if self.num_given:
             self.ragged.cache.load(self.given)
-        self.model_kwargs = {**model_kwargs, "cache": self.ragged.cache}
-        if wanted.hidden_states and not self.model_kwargs.get("output_hidden_states"):
-            self.model_kwargs["output_hidden_states"] = list(wanted.hidden_states)
-        self.last_state: torch.Tensor | None = None
-        self.hook: Any = None
+        self.taps = Taps(model, wanted, returned, self.ragged.spread)
+        self.model_kwargs = self.taps.inputs({**model_kwargs, "cache": self.ragged.cache})
         # [..., B or 1, 1] position of the first new token, and what else a step takes
         self.next_position, self.constants = self._step_inputs()
 
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
-        if self.wanted.pre_norm_last:
-            self.hook = self._watch_last_layer()
-        parts: list[Signals | None] = []  # one for each chunk where `prefill_chunk_size` cuts the prompt
-        watch = self.model.register_forward_hook(lambda model, inputs, output: parts.append(self._signals(output)))
-        try:
-            output = self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
-        finally:
-            watch.remove()
+        output, signals = self.taps.prefill(
+            lambda: self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
+        )
         self.ragged.cache.begin_rows()
-        self.states = self._states(output)
-        return self._logits(output)[:, -1:], _joined([part for part in parts if part is not None])
+        self.states = self.taps.states(output)
+        return self._logits(output)[:, -1:], signals
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
         if not self.keeps_rows:
             self.ragged.drop(rows.finished)
         tokens = torch.cat([rows.last_tokens(), draft.tokens.clamp_min(0)], dim=1)
         output = self._run(tokens, rows.lengths - 1, [width - 1 for width in rows.widths])
-        return self._logits(output), self._signals(output)
+        return self._logits(output), self.taps.signals(output)
 
     def read_again(self, rows: Rows, first: int, end: int) -> torch.Tensor:
         offsets = torch.full_like(rows.lengths, first)
@@ -99,27 +91,11 @@ class RaggedTarget:
         positions = self.next_position + new[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         slots, host_slots = offsets + self.earlier, [offset + self.earlier for offset in host_offsets]
         output = self.ragged.forward(tokens, slots, host_slots, positions, **self.constants)
-        self.states = self._states(output)
+        self.states = self.taps.states(output)
         return output
-
-    def _states(self, output: Any) -> States | None:
-        if not self.returned:
-            return None
-        hidden_states, attentions = (
-            output.get(name) if name in self.returned else None for name in ("hidden_states", "attentions")
-        )
-        return States(hidden_states, attentions)
 
     def _logits(self, output: Any) -> torch.Tensor:
         return output.logits.to(self.input_ids.device, torch.float32)
-
-    def _signals(self, output: Any) -> Signals | None:
-        if not self.wanted.hidden_states:
-            return None
-        states = {index: output.hidden_states[index] for index in self.wanted.hidden_states}
-        if self.last_state is not None:
-            states[self.num_layers], self.last_state = self.ragged.spread(self.last_state), None
-        return Signals(states)
 
     def filled_cache(self, rows: Rows) -> DynamicCache:
         """The cache that `generate` was given or had made, filled as plain decoding fills it; rows end together."""
@@ -128,25 +104,7 @@ class RaggedTarget:
 
     def close(self) -> None:
         """Leave the model as it was."""
-        if self.hook is not None:
-            self.hook.remove()
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.config.get_text_config().num_hidden_layers
-
-    def _watch_last_layer(self) -> Any:
-        """Keep the last layer's output of each forward: transformers gives it after the final norm only."""
-        decoder, thread = self.model.get_decoder(), threading.get_ident()
-        stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
-        if not stacks:
-            raise ValueError(f"{type(self.model).__name__} has no list of its layers, so the last one cannot be read.")
-
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # the model may serve other calls beside this one
-                self.last_state = output[0] if isinstance(output, tuple) else output
-
-        return stacks[0][-1].register_forward_hook(keep)
+        self.taps.close()
 
     def _step_inputs(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """The first new token's position, and what a step takes besides tokens, mask, positions and cache.
@@ -155,7 +113,7 @@ class RaggedTarget:
         follow from the first, the model does something at each step that the loop would not.
 
         Raises:
-            ValueError: it does.
+            NotRagged: it does.
         """
         model, kwargs = self.model, self.model_kwargs
         prompt = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **kwargs)
@@ -166,25 +124,16 @@ class RaggedTarget:
         step = model.prepare_inputs_for_generation(
             longer, next_sequence_length=1, is_first_iteration=False, **step_kwargs
         )
-        name = type(model).__name__
         before, after = prompt.get("position_ids"), step.get("position_ids")
         if before is None or after is None or not torch.equal(before[..., -1:] + 1, after[..., -1:]):
-            raise ValueError(f"{name} is not served by drafters yet: it makes positions of its own at every step.")
+            raise NotRagged("it makes positions of its own at every step")
         if step.get("cache") is not self.ragged.cache:
-            raise ValueError(f"{name} is not served by drafters yet: it replaces its cache while it generates.")
+            raise NotRagged("it replaces its cache while it generates")
         constants = {key: value for key, value in step.items() if key not in _PREPARED and value is not None}
         growing = sorted(key for key, value in constants.items() if isinstance(value, torch.Tensor))
         if growing:
-            raise ValueError(f"{name} is not served by drafters yet: it takes `{growing[0]}` at every step.")
+            raise NotRagged(f"it takes `{growing[0]}` at every step")
         return after[..., -1:], constants
-
-
-def _joined(parts: list[Signals]) -> Signals | None:
-    """The signals of consecutive parts of a text as one."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    indices = parts[0].hidden_states
-    return Signals({index: torch.cat([part.hidden_states[index] for part in parts], dim=1) for index in indices})
 
 
 def _one_longer(values: torch.Tensor, step: int) -> torch.Tensor:
