@@ -14,16 +14,20 @@ import platform
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import AutoDrafter, Drafter
+from hf_specdec.decoding.cache import RaggedCache
 from hf_specdec.decoding.ragged_model import RaggedModel
 from hf_specdec.demo import SHOWN_PROMPTS, load_small_target
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.eagle3.modeling import Eagle3Model, layer_config
 
+HEAD = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-eagle3"
 NEW_TOKENS = 128
 ROUNDS = 3
 EDIT_SPEED_UP = 1.5  # lookup on the code edit
@@ -45,6 +49,8 @@ def main() -> None:
             model
         ),
         "draft model, the target itself, 3 tokens": DraftModelDrafter(model, num_draft_tokens=3).bind(model),
+        "EAGLE-3 head": AutoDrafter.from_pretrained(HEAD, target=model),
+        "EAGLE-3 head, 3 tokens": AutoDrafter.from_pretrained(HEAD, target=model, num_draft_tokens=3),
     }
     rows = []
     for title, text in SHOWN_PROMPTS.items():
@@ -74,17 +80,19 @@ def measure(model: PreTrainedModel, inputs: dict, drafters: dict[str, Drafter]) 
                 times[name].append(seconds)
                 widths[name] = counts
     context = inputs["input_ids"].shape[1] + NEW_TOKENS // 2
-    costs: dict[tuple[PreTrainedModel, int], float] = {}
+    costs: dict[tuple, float] = {}
+    one_token = (bare_forward, model, 1)
     table = {}
     for name, drafter in drafters.items():
         stats = drafter.last_stats
-        for model_, width in (*widths[name], (model, 1)):
-            if (model_, width) not in costs:
-                costs[model_, width] = bare_forward(model_, width, context)
+        for key in (*widths[name], one_token):
+            if key not in costs:
+                bare, network, width = key
+                costs[key] = bare(network, width, context)
         spent = sum(count * costs[key] for key, count in widths[name].items())
         speed_up = statistics.median(p / t for p, t in zip(times["plain"], times[name], strict=True))
         # The prefill emits a token in every run alike; the others cost what they cost in bare forwards.
-        limit = (NEW_TOKENS - 1) * costs[model, 1] / spent
+        limit = (NEW_TOKENS - 1) * costs[one_token] / spent
         table[name] = {
             "tau": stats.mean_accepted_length,
             "acceptance_rate": stats.acceptance_rate,
@@ -107,36 +115,88 @@ def generate(model: PreTrainedModel, inputs: dict, drafter: Drafter | None) -> f
 
 
 class counted_forwards:
-    """Counts (model, tokens per row) of every ragged forward."""
+    """Counts (how to measure it alone, network, tokens per row) of every forward of a target, draft model or head."""
 
     def __enter__(self) -> Counter:
         counts: Counter = Counter()
-        self.original = RaggedModel.forward
+        self.originals = [(RaggedModel, "forward"), (Eagle3Model, "forward"), (Eagle3Model, "fuse")]
+        self.originals = [(owner, name, getattr(owner, name)) for owner, name in self.originals]
+        (*_, whole), (*_, head), (*_, fuse) = self.originals
 
         def forward(ragged, tokens, *args, **kwargs):
-            counts[ragged.model, tokens.shape[1]] += 1
-            return self.original(ragged, tokens, *args, **kwargs)
+            counts[bare_forward, ragged.model, tokens.shape[1]] += 1
+            return whole(ragged, tokens, *args, **kwargs)
 
-        RaggedModel.forward = forward
+        def head_forward(network, embedded, *args, **kwargs):
+            counts[bare_head, network, embedded.shape[1]] += 1
+            return head(network, embedded, *args, **kwargs)
+
+        def head_fuse(network, states):
+            counts[bare_fuse, network, states[0].shape[1]] += 1
+            return fuse(network, states)
+
+        RaggedModel.forward, Eagle3Model.forward, Eagle3Model.fuse = forward, head_forward, head_fuse
         return counts
 
     def __exit__(self, *error) -> None:
-        RaggedModel.forward = self.original
+        for owner, name, original in self.originals:
+            setattr(owner, name, original)
 
 
 @torch.no_grad()
-def bare_forward(model: PreTrainedModel, width: int, context: int, repeats: int = 25) -> float:
+def bare_forward(model: PreTrainedModel, width: int, context: int) -> float:
     """Median seconds of one forward over `width` tokens after `context` cached ones."""
     ragged = RaggedModel(model, None, 1, context + width)
     ids = torch.randint(1000, 2000, (1, context))
     ragged.prefill(ids, torch.ones_like(ids), torch.arange(context)[None])
     tokens = torch.randint(1000, 2000, (1, width))
+    positions = torch.arange(context, context + width)[None]
+
+    def forward() -> None:
+        logits = ragged.forward(tokens, torch.tensor([context]), [context], positions).logits
+        logits.argmax(dim=-1).tolist()
+
+    return median_seconds(forward)
+
+
+@torch.no_grad()
+def bare_head(head: Eagle3Model, width: int, context: int) -> float:
+    """The same for an EAGLE-3 head with its output head, whose next token depends on the one before."""
+    config, dtype = head.config, head.norm.weight.dtype
+    cache = RaggedCache(layer_config(config), context + width)
+    cache.begin_rows()
+
+    def run(count: int, offset: int) -> torch.Tensor:
+        cache.place(torch.tensor([offset]), [offset], count)
+        entries = torch.arange(offset, offset + count)
+        mask = torch.arange(cache.view) <= entries[:, None]
+
+        def attend(index, queries, keys, values):
+            keys, values = cache.update(keys, values, index)
+            return torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask[None, None], enable_gqa=True
+            )
+
+        states = torch.randn(1, count, config.hidden_size, dtype=dtype)
+        return head(states, states, entries[None], attend)
+
+    run(context, 0)
+    return median_seconds(lambda: head.lm_head(head.norm(run(width, context)[:, -1:])).argmax(dim=-1).tolist())
+
+
+@torch.no_grad()
+def bare_fuse(head: Eagle3Model, width: int, context: int) -> float:
+    """The same for the features of `width` tokens."""
+    size, dtype = head.config.target_hidden_size, head.norm.weight.dtype
+    states = [torch.randn(1, width, size, dtype=dtype) for _ in head.config.aux_layers]
+    return median_seconds(lambda: head.fuse(states))
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 25) -> float:
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
-        positions = torch.arange(context, context + width)[None]
-        logits = ragged.forward(tokens, torch.tensor([context]), [context], positions).logits
-        logits.argmax(dim=-1).tolist()
+        run()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[3:])
 

@@ -1,14 +1,15 @@
 """Speculative decoding on a small real model: the same text, sooner.
 
-One answer is streamed. Then a free question and a code edit are answered by plain `generate` and with prompt lookup
-drafting: in fp32, where equal text is promised, and in bf16, where a verification of many tokens costs least and two
-tokens may tie. Takes a minute or two on two CPU cores, after one download.
+One answer is streamed. Then a free question, a coding task and a code edit are answered by plain `generate`, with
+prompt lookup, and with an EAGLE-3 head that was trained for this model: in fp32, where equal text is promised, and in
+bf16, where a verification of many tokens costs least and two tokens may tie. Takes a few minutes on two CPU cores,
+after one download.
 """
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hf_specdec import AutoDrafter, Drafter, SpecStats
 from hf_specdec.demo import SHOWN_PROMPTS, load_small_target
 
 MAX_NEW_TOKENS = 128
+HEAD = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-eagle3"
 
 
 @dataclass
@@ -51,32 +53,38 @@ def main() -> None:
 
 def show_equality(device: str) -> None:
     """In fp32: one streamed answer, then each prompt without and with drafts, greedy and sampling."""
-    model, lookup, tokenizer, questions = load(torch.float32, device)
+    model, drafters, tokenizer, questions = load(torch.float32, device)
     print(f"\nfp32 on {device}, streamed:\n")
-    stream(model, tokenizer, questions["free text"], lookup)
+    stream(model, tokenizer, questions["free text"], drafters["EAGLE-3 head"])
     keyed = AutoDrafter.for_target(model, "none")  # plain decoding that samples with the noise a drafter would read
     for title, inputs in questions.items():
-        print(report(title, model, inputs, measure(model, inputs, [None, lookup], repeats=2, do_sample=False)))
-        sampled = measure(model, inputs, [keyed, lookup], repeats=1, do_sample=True)
-        print(f"  sampled with one seed: {verdict(first_difference(model, inputs, *sampled), model.dtype)}")
+        print(report(title, model, inputs, measure(model, inputs, drafters, repeats=1, do_sample=False)))
+        plain, *others = measure(model, inputs, {**drafters, "plain": keyed}, repeats=1, do_sample=True).values()
+        for other in others:
+            print(f"  sampled with one seed: {verdict(first_difference(model, inputs, plain, other), model.dtype)}")
 
 
 def show_speed(device: str) -> None:
     """In bf16: each prompt without and with drafts."""
-    model, lookup, _, questions = load(torch.bfloat16, device)
+    model, drafters, _, questions = load(torch.bfloat16, device)
     print(f"\nbf16 on {device}, where a verification costs least:")
     for title, inputs in questions.items():
-        print(report(title, model, inputs, measure(model, inputs, [None, lookup], repeats=3, do_sample=False)))
+        print(report(title, model, inputs, measure(model, inputs, drafters, repeats=3, do_sample=False)))
 
 
 def load(
     dtype: torch.dtype, device: str
-) -> tuple[PreTrainedModel, Drafter, PreTrainedTokenizerBase, dict[str, BatchEncoding]]:
-    """The target, its prompt lookup drafter, its tokenizer and the prompts in its chat format."""
+) -> tuple[PreTrainedModel, dict[str, Drafter | None], PreTrainedTokenizerBase, dict[str, BatchEncoding]]:
+    """The target, its drafters (None: plain `generate`), its tokenizer and the prompts in its chat format."""
     model, tokenizer = load_small_target(dtype)
     model = model.to(device)
     questions = {title: chat(tokenizer, text).to(device) for title, text in SHOWN_PROMPTS.items()}
-    return model, AutoDrafter.for_target(model, "lookup"), tokenizer, questions
+    drafters = {
+        "plain": None,
+        "prompt lookup": AutoDrafter.for_target(model, "lookup"),
+        "EAGLE-3 head": AutoDrafter.from_pretrained(HEAD, target=model),
+    }
+    return model, drafters, tokenizer, questions
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, text: str) -> BatchEncoding:
@@ -92,17 +100,17 @@ def stream(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: B
 
 
 def measure(
-    model: PreTrainedModel, inputs: BatchEncoding, drafters: Sequence[Drafter | None], repeats: int, **options: Any
-) -> list[Run]:
-    """One run for each drafter (None: plain `generate`), the best of `repeats` after a short one to warm up.
+    model: PreTrainedModel, inputs: BatchEncoding, drafters: dict[str, Drafter | None], repeats: int, **options: Any
+) -> dict[str, Run]:
+    """One run for each drafter, the best of `repeats` after a short one to warm up.
 
     The drafters take turns, so that a machine that is busy for a while slows all of them. The seed is the same each
     time; it matters only where `options` ask for sampling.
     """
-    best: list[Run | None] = [None] * len(drafters)
+    best: dict[str, Run] = {}
     for repeat in range(repeats + 1):
         limit = MAX_NEW_TOKENS if repeat else 8
-        for index, drafter in enumerate(drafters):
+        for name, drafter in drafters.items():
             assistant = {} if drafter is None else {"assistant_model": drafter}
             torch.manual_seed(0)
             start = time.perf_counter()
@@ -111,8 +119,8 @@ def measure(
             )
             tokens = output.sequences[0, inputs["input_ids"].shape[1] :].cpu()  # the copy waits for the device
             run = Run(tokens, len(tokens) / (time.perf_counter() - start), getattr(output, "specdec", None))
-            if repeat == 1 or (repeat and run.tokens_per_second > best[index].tokens_per_second):
-                best[index] = run
+            if repeat == 1 or (repeat and run.tokens_per_second > best[name].tokens_per_second):
+                best[name] = run
     return best
 
 
@@ -141,22 +149,24 @@ def verdict(difference: Difference | None, dtype: torch.dtype) -> str:
     return f"identical text: no, they part at token {difference.index} (the two best logits are {apart})"
 
 
-def report(title: str, model: PreTrainedModel, inputs: BatchEncoding, runs: Sequence[Run]) -> str:
+def report(title: str, model: PreTrainedModel, inputs: BatchEncoding, runs: dict[str, Run]) -> str:
     """Plain and speculative decoding side by side."""
-    plain, speculative = runs
-    stats = speculative.stats
-    shares = [f"{count / stats.num_verifications:.0%}" for count in stats.accepted_per_position[:10]]
+    plain = runs["plain"]
+    stats = [run.stats for run in runs.values()]
     rows = [
-        ("", "plain generate", "prompt lookup"),
-        ("new tokens", f"{len(plain.tokens)}", f"{len(speculative.tokens)}"),
-        ("tokens/s", f"{plain.tokens_per_second:.1f}", f"{speculative.tokens_per_second:.1f}"),
-        ("tokens per verification (tau)", "1.00", f"{stats.mean_accepted_length:.2f}"),
+        ("", *runs),
+        ("new tokens", *(f"{len(run.tokens)}" for run in runs.values())),
+        ("tokens/s", *(f"{run.tokens_per_second:.1f}" for run in runs.values())),
+        ("speed-up", *(f"{run.tokens_per_second / plain.tokens_per_second:.2f}x" for run in runs.values())),
+        ("tokens per verification (tau)", *(f"{s.mean_accepted_length if s else 1:.2f}" for s in stats)),
+        ("drafted tokens accepted", *(f"{s.acceptance_rate:.0%}" if s else "" for s in stats)),
     ]
-    lines = [f"\n{title}:", *(f"  {name:<30}{left:>16}{right:>16}" for name, left, right in rows)]
-    lines.append(f"  speed-up {speculative.tokens_per_second / plain.tokens_per_second:.2f}x")
-    lines.append(f"  drafted tokens accepted: {stats.acceptance_rate:.0%}")
-    lines.append(f"  verifications that accepted position 1, 2, ... 10: {' '.join(shares) or 'none'}")
-    lines.append(f"  {verdict(first_difference(model, inputs, plain, speculative), model.dtype)}")
+    lines = [f"\n{title}:", *(f"  {name:<30}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows)]
+    for name, run in runs.items():
+        if run.stats is not None:
+            shares = [f"{count / run.stats.num_verifications:.0%}" for count in run.stats.accepted_per_position[:8]]
+            lines.append(f"  {name} accepted at position 1, 2, ... 8: {' '.join(shares) or 'never'}")
+            lines.append(f"  {verdict(first_difference(model, inputs, plain, run), model.dtype)}")
     return "\n".join(lines)
 
 

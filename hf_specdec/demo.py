@@ -70,9 +70,10 @@ def midpoint(x1, y1, x2, y2):
     my = (y1 + y2) / 2
     return mx, my
 """
-# What the quickstart and the benchmark ask: one answer that has little to copy, and one that has much.
+# What the quickstart and the benchmark ask: two answers that have little to copy, and one that has much.
 SHOWN_PROMPTS = {
     "free text": "Explain in a few sentences why the sky is blue.",
+    "code": "Write a Python function that counts how often each word occurs in a text file.",
     "code edit": f"Add a function `manhattan` to this code:\n\n```python\n{_CODE}```",
 }
 

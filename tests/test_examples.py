@@ -26,7 +26,7 @@ def script(name):
     return module
 
 
-def test_the_quickstart_prints_both_ways_side_by_side_and_equal_text(capsys, monkeypatch):
+def test_the_quickstart_prints_all_ways_side_by_side_and_equal_text(capsys, monkeypatch):
     quickstart = script("examples/quickstart.py")
     monkeypatch.setattr(quickstart, "MAX_NEW_TOKENS", 16)
     quickstart.main()
@@ -35,10 +35,11 @@ def test_the_quickstart_prints_both_ways_side_by_side_and_equal_text(capsys, mon
     for part in (fp32, bf16):
         for title in quickstart.SHOWN_PROMPTS:
             assert f"{title}:" in part
-        for line in ("plain generate   prompt lookup", "tokens/s", "(tau)", "position 1, 2", "identical text: "):
+        columns = "plain   prompt lookup    EAGLE-3 head"
+        for line in (columns, "tokens/s", "speed-up", "(tau)", "position 1, 2", "identical text: "):
             assert part.count(line) >= len(quickstart.SHOWN_PROMPTS), line
-    assert fp32.count("identical text: yes") == 2 * len(quickstart.SHOWN_PROMPTS)
-    assert fp32.count("sampled with one seed: identical text: yes") == len(quickstart.SHOWN_PROMPTS)
+    assert fp32.count("identical text: yes") == 4 * len(quickstart.SHOWN_PROMPTS)
+    assert fp32.count("sampled with one seed: identical text: yes") == 2 * len(quickstart.SHOWN_PROMPTS)
     assert "identical text: no" not in printed
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from scripted import ScriptedDrafter
+from scripted import RowScript, ScriptedDrafter
 from tiny import EOS, perturbed, prompts, randomise, tiny_config, tiny_target
+from tiny_hybrids import tiny_own
 from tiny_types import tiny_of_type
 from transformers import (
     AutoModelForCausalLM,
@@ -137,7 +138,7 @@ def jump_after_the_prefill(prepared, kwargs):
         (lambda prepared, kwargs: prepared.update(position_ids=None), "crop"),
         (jump_after_the_prefill, "crop"),
         (lambda prepared, kwargs: prepared.update(cache=None), "stepwise"),
-        (lambda prepared, kwargs: prepared.update(token_type_ids=torch.zeros(1, 1)), "crop"),
+        (lambda prepared, kwargs: prepared.update(visual_pos_masks=torch.zeros(1, 1)), "crop"),
     ],
     ids=["no positions", "positions that jump", "no cache", "a tensor at every step"],
 )
@@ -316,3 +317,20 @@ def test_layers_that_share_the_cache_of_another_are_served(model_type):
     drafter = scripted(model, inputs, expected)
     assert torch.equal(generate(model, inputs, drafter, eos_token_id=None), expected)
     assert drafter.last_stats.cache == "ragged"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo"])  # ragged rows, and row by row
+def test_token_types_follow_the_rows(name):
+    model = tiny_target("gpt2") if name == "gpt2" else tiny_own("gpt_neo")
+    inputs = prompts([9, 4, 6])
+    types = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))  # they are embedded as ids are
+    free = generate(model, inputs, token_type_ids=types, eos_token_id=None)
+    assert not torch.equal(free, generate(model, inputs, eos_token_id=None)), "they should matter"
+    options = {"token_type_ids": types, "eos_token_id": [int(free[0, 12]), int(free[1, 20])]}  # rows end apart
+    expected = generate(model, inputs, **options)
+    texts = expected[:, 9:].tolist()
+    for drafter in (
+        AutoDrafter.for_target(model, "lookup", min_ngram=1),
+        RowScript(texts, right=lambda row, round: (row + 2 * round) % 4, num_draft_tokens=3).bind(model),
+    ):
+        assert torch.equal(generate(model, inputs, drafter, **options), expected), drafter.method

@@ -191,7 +191,7 @@ class RaggedModel:
             offsets: [B] slot of each row's first token; the slots before it hold the row's text.
             host_offsets: the same on the host.
             position_ids: [B, m] (or [..., B, m]) positions for the model.
-            kwargs: passed on to the model's forward.
+            kwargs: passed on to the model's forward; tensors among them are [B, ...].
 
         Returns:
             The model's output; its logits are [B, m, V].
@@ -202,6 +202,7 @@ class RaggedModel:
             host_offsets = [host_offsets[b] for b in self.kept]
             if position_ids.shape[-2] == self.batch_size:
                 position_ids = position_ids[..., index, :]
+            kwargs = {key: value[index] if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
         self.cache.place(offsets, host_offsets, tokens.shape[1])
         output = self.model(
             input_ids=tokens,

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 DEFAULT_NUM_ASSISTANT_TOKENS = 20  # what transformers fills in where the user gave nothing
 
 # Methods of GenerationMixin that we wrap or call, and their parameters.
@@ -39,6 +41,15 @@ EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
     "_supports_default_dynamic_cache": (),  # a class method
 }
+
+# Inputs that have a column for each token; `_update_model_kwargs_for_generation` adds columns of these values.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def new_token_types(name: str, values: torch.Tensor) -> torch.Tensor:
+    """[B, 1] what transformers adds for each new token to an input of TOKEN_TYPES [B, W]."""
+    return values[:, -1:] if name == "token_type_ids" else torch.zeros_like(values[:, -1:])
+
 
 # What we wrap or call of pipelines: methods of Pipeline, and a function of its module.
 PIPELINE_PARAMETERS: dict[str, tuple[str, ...]] = {

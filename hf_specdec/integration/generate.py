@@ -49,8 +49,6 @@ _WITHOUT_EFFECT = {
     "target_lookbehind": 10,
 }
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # a dummy stands for a layer that shares
-# Inputs that only the first forward may see are fine; these would have to follow the rows.
-_GROWING_INPUTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 def is_drafter(assistant_model: Any) -> TypeGuard[Drafter]:
@@ -112,11 +110,6 @@ def check_inputs(
     elif input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_cache(input_ids, kwargs, num_earlier(input_ids, config, kwargs))
-    for option in _GROWING_INPUTS:
-        if kwargs.get(option) is not None:
-            raise ValueError(
-                f"`{option}` is not served with a drafter yet; leave it out where {name} gives the same text without."
-            )
     limit = length_limit(model)
     _, longest = num_draft_tokens(drafter, config)
     if limit is not None and criteria.max_length + num_earlier(input_ids, config, kwargs) + longest > limit[0]:

@@ -25,6 +25,7 @@ from ..decoding.rows import Rows
 from ..drafters.base import Signals, TargetSignals
 from ..scheduling import Governor
 from ..verification import Draft
+from .compat import TOKEN_TYPES, new_token_types
 from .taps import Taps
 
 
@@ -140,6 +141,10 @@ class OwnModel:
         if (mask := kwargs.get("attention_mask")) is not None:
             ones = mask.new_ones(mask.shape[0], total - mask.shape[1])
             kwargs["attention_mask"] = torch.cat([mask, ones], dim=-1)
+        for key in TOKEN_TYPES:
+            if (types := kwargs.get(key)) is not None:
+                more = new_token_types(key, types).expand(-1, total - types.shape[1])
+                kwargs[key] = torch.cat([types, more], dim=1)
         inputs = self.model.prepare_inputs_for_generation(
             ids, next_sequence_length=num_tokens, is_first_iteration=False, **kwargs
         )

@@ -29,6 +29,7 @@ from ..decoding.stopping import Stops
 from ..drafters.base import Drafter
 from ..metrics import RowStats, SpecStats
 from ..verification import Noise
+from .compat import TOKEN_TYPES
 from .generate import (
     call_noise,
     check_inputs,
@@ -184,6 +185,9 @@ def row_inputs(model_kwargs: dict[str, Any], row: int, batch_size: int) -> dict[
     kwargs = dict(model_kwargs)
     if (mask := kwargs.get("attention_mask")) is not None:
         kwargs["attention_mask"] = mask[row : row + 1]
+    for key in TOKEN_TYPES:
+        if (types := kwargs.get(key)) is not None:
+            kwargs[key] = types[row : row + 1]
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] == batch_size:
         kwargs["position_ids"] = positions[..., row : row + 1, :]
     return kwargs
@@ -244,7 +248,7 @@ def _check(
         raise ValueError(f"`max_time` {one_row}; give one row at a time.")
     if stateful := BlockProcessors(processors).stateful:
         raise ValueError(f"{stateful[0]} {one_row}; give one row at a time.")
-    prepared = ("attention_mask", "position_ids", "cache")
+    prepared = ("attention_mask", "position_ids", "cache", *TOKEN_TYPES)
     others = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and key not in prepared]
     if others:
         raise ValueError(f"`{others[0]}` {one_row}; give one row at a time.")

@@ -12,6 +12,7 @@ from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
 from ..drafters.base import Signals, TargetSignals
 from ..verification import Draft
+from .compat import TOKEN_TYPES, new_token_types
 from .probe import NotRagged
 from .taps import Taps
 
@@ -90,7 +91,11 @@ class RaggedTarget:
         new = offsets - self.input_ids.shape[1]  # how far each row is past its prompt
         positions = self.next_position + new[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         slots, host_slots = offsets + self.earlier, [offset + self.earlier for offset in host_offsets]
-        output = self.ragged.forward(tokens, slots, host_slots, positions, **self.constants)
+        constants = {
+            key: value.expand(-1, tokens.shape[1]) if key in TOKEN_TYPES else value
+            for key, value in self.constants.items()
+        }
+        output = self.ragged.forward(tokens, slots, host_slots, positions, **constants)
         self.states = self.taps.states(output)
         return output
 
@@ -121,6 +126,9 @@ class RaggedTarget:
         step_kwargs = dict(kwargs, position_ids=_one_longer(kwargs["position_ids"], step=1))
         if kwargs.get("attention_mask") is not None:
             step_kwargs["attention_mask"] = _one_longer(kwargs["attention_mask"], step=0)
+        for key in TOKEN_TYPES:
+            if kwargs.get(key) is not None:
+                step_kwargs[key] = torch.cat([kwargs[key], new_token_types(key, kwargs[key])], dim=1)
         step = model.prepare_inputs_for_generation(
             longer, next_sequence_length=1, is_first_iteration=False, **step_kwargs
         )
@@ -131,8 +139,8 @@ class RaggedTarget:
             raise NotRagged("it replaces its cache while it generates")
         constants = {key: value for key, value in step.items() if key not in _PREPARED and value is not None}
         growing = sorted(key for key, value in constants.items() if isinstance(value, torch.Tensor))
-        if growing:
-            raise NotRagged(f"it takes `{growing[0]}` at every step")
+        if unknown := [key for key in growing if key not in TOKEN_TYPES or constants[key].shape[1:] != (1,)]:
+            raise NotRagged(f"it takes `{unknown[0]}` at every step")
         return after[..., -1:], constants
 
 

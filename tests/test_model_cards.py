@@ -1,0 +1,63 @@
+"""The drafters in model_cards/ are complete repositories that do what their cards say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from hf_specdec import AutoDrafter
+from hf_specdec.demo import Unavailable, load_small_target, mtbench_questions
+
+CARDS = sorted(path for path in (Path(__file__).parent.parent / "model_cards").iterdir() if path.is_dir())
+EAGLE3 = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-eagle3"
+
+
+@pytest.mark.parametrize("folder", CARDS, ids=lambda path: path.name)
+def test_a_repository_is_complete_and_small(folder):
+    assert {path.name for path in folder.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size <= 24e6
+    front = (folder / "README.md").read_text().split("---")[1]
+    for field in ("license:", "base_model:", "tags:", "library_name:"):
+        assert f"\n{field}" in front
+    assert AutoDrafter.detect(folder).method in folder.name.replace("-", "_") + folder.name
+
+
+def test_the_eagle3_head_is_in_the_format_of_serving_engines():
+    config = json.loads((EAGLE3 / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
+    with safe_open(EAGLE3 / "model.safetensors", "pt") as file:
+        names, offsets, kept = set(file.keys()), file.get_tensor("d2t"), file.get_tensor("t2d")
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.hidden_norm.weight", "fc_norm.0.weight"} <= names
+    assert torch.equal(kept.nonzero().flatten(), torch.arange(len(offsets)) + offsets)
+
+
+@pytest.fixture(scope="module")
+def target():
+    try:
+        return load_small_target(torch.float32)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.real_target
+def test_the_eagle3_head_drafts_well_and_changes_nothing(target):
+    """On questions that it was not trained on."""
+    model, tokenizer = target
+    drafter = AutoDrafter.from_pretrained(EAGLE3, target=model)
+    emitted = verifications = 0
+    for question in mtbench_questions()[:3]:
+        message = [{"role": "user", "content": question.turns[0]}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        options = {"do_sample": False, "max_new_tokens": 64}
+        expected = model.generate(**inputs, **options)
+        found = model.generate(**inputs, **options, assistant_model=drafter)
+        assert torch.equal(found, expected)
+        emitted += drafter.last_stats.num_emitted
+        verifications += drafter.last_stats.num_verifications
+    assert emitted / verifications > 1.5
