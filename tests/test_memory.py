@@ -28,6 +28,7 @@ def live_bytes() -> int:
 @pytest.fixture
 def watched(monkeypatch):
     """(live bytes, where the first layer's keys lie, capacity) before each verification, every 25th for the bytes."""
+    gc.collect()  # what other tests have left must not go away between two looks
     seen: list[tuple[int, int, int]] = []
     place = RaggedCache.place
 
@@ -60,7 +61,8 @@ def test_memory_does_not_grow_with_the_number_of_verifications(watched, right, l
 
 
 def test_what_is_kept_of_every_verification_would_show(watched):
-    assert growth(watched, [20], RIGHT["all wrong"], hidden_states=(0, 1, 2, 3)) > 128  # the script keeps them all
+    # The script keeps them all. Their rows are views: what counts is that they grow at all beyond the limit above.
+    assert growth(watched, [20], RIGHT["all wrong"], hidden_states=(0, 1, 2, 3)) > 64
 
 
 def test_a_ragged_batch_writes_into_its_cache_and_never_copies_it(watched):
