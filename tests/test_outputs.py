@@ -8,6 +8,7 @@ import torch
 from eagle3_formats import random_head, write_head
 from test_greedy import drafters
 from tiny import EOS, TARGETS, prompts, tiny_config, tiny_target
+from transformers import StoppingCriteria
 
 from hf_specdec import AutoDrafter
 from hf_specdec.decoding.ragged_model import RaggedModel
@@ -93,6 +94,35 @@ def test_only_what_is_asked_for_is_returned(kept):
     )
     for key in ("scores", "logits", "hidden_states", "attentions"):
         assert_same(found.get(key), expected.get(key), key)
+
+
+class EndsOnItsScores(StoppingCriteria):
+    """Ends a row by what the scores of its newest and its first token say, and remembers what it was shown."""
+
+    def __init__(self):
+        self.shown: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def __call__(self, ids, scores, **kwargs):
+        self.shown[ids.shape[1]] = scores
+        newest = scores[-1].gather(1, ids[:, -1:])[:, 0]
+        first = scores[0].gather(1, ids[:, -len(scores), None])[:, 0]
+        return ((10 * newest).round() + (10 * first).round()) % 6 == 0
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_criterion_that_reads_scores_ends_rows_as_in_plain_generate(batch):
+    model = tiny_target()
+    options = {"do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True, "output_scores": True}
+    options["eos_token_id"] = EOS
+    theirs = EndsOnItsScores()
+    expected = model.generate(**inputs_of(batch), **options, stopping_criteria=[theirs])
+    assert 12 < expected.sequences.shape[1] < 27, "it should end rows"
+    for kind, drafter in drafters(model, expected.sequences[:, 11:].tolist()):
+        ours = EndsOnItsScores()
+        found = model.generate(**inputs_of(batch), **options, stopping_criteria=[ours], assistant_model=drafter)
+        assert torch.equal(found.sequences, expected.sequences), kind
+        assert_same(found.scores, expected.scores, kind)
+        assert all(len(scores) == width - 11 for width, scores in ours.shown.items()), kind
 
 
 def test_nothing_is_returned_without_a_dictionary():

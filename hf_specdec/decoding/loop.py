@@ -91,7 +91,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
         verdict = verify(draft, scores, call.rule, noise)
         judged = [b for b, done in enumerate(rows.finished) if not done]
-        rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores))
+        rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores, rows))
         verify_time = perf_counter() - began
         for b in judged:
             stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
@@ -126,6 +126,8 @@ def run_padding(call: Call, rows: Rows) -> None:
     if first == end:
         return
     logits = call.target.read_again(rows, first, end)
+    if not call.recorder.wanted:  # only the cache is
+        return
     raw_logits = logits.clone()
     scores = call.processors(logits, [first + 1] * len(rows), rows.ids)
     call.recorder.record_padding(raw_logits, scores, call.target.states, first, rows)

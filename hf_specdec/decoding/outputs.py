@@ -82,6 +82,7 @@ class Recorder:
         self.wanted = frozenset(name for name, keep in wanted if keep)
         self._kept: dict[str, list[list[Any]]] = {name: [] for name in RETURNED}  # by row, then by step
         self._windows, self._earlier = windows, earlier
+        self._settled: list[torch.Tensor] = []  # scores of the first steps, for stopping criteria
         self._prompt: States | None = None
 
     @staticmethod
@@ -99,13 +100,33 @@ class Recorder:
         """A copy of [B, m, V] logits where they are wanted; processors may write over the original."""
         return logits.clone() if "logits" in self.wanted else None
 
-    def scores_after(self, scores: torch.Tensor) -> ScoresAfter:
-        """The scores of the text after some tokens of a block with `scores` [B, m, V], for stopping criteria."""
+    def scores_after(self, scores: torch.Tensor, rows: Rows) -> ScoresAfter:
+        """The scores of the text after some tokens of a block with `scores` [B, m, V], for stopping criteria.
+
+        Where a row has not come to a step, or has ended before it, it has zeros there.
+        """
         if "scores" not in self.wanted:
             return no_scores
-        before = self.scores or ()
-        block = scores.unbind(dim=1)
-        return lambda count: before + block[:count]
+        kept = self._kept["scores"] or [[] for _ in range(len(rows))]
+        going = [len(row) for row, done in zip(kept, rows.finished, strict=True) if not done]
+        nothing = torch.zeros_like(scores[0, 0])
+
+        def at(step: int) -> torch.Tensor:
+            in_block = [step - len(row) for row in kept]
+            return torch.stack(
+                [
+                    row[step] if j < 0 else scores[b, j] if j < scores.shape[1] and not rows.finished[b] else nothing
+                    for b, (row, j) in enumerate(zip(kept, in_block, strict=True))
+                ]
+            )
+
+        def after(count: int) -> tuple[torch.Tensor, ...]:
+            # What every row has come to will not change any more.
+            self._settled += [at(step) for step in range(len(self._settled), min(going))]
+            steps = len(kept[0]) + count
+            return tuple(self._settled[:steps]) + tuple(at(step) for step in range(len(self._settled), steps))
+
+        return after
 
     def record(self, logits: torch.Tensor | None, scores: torch.Tensor, states: States | None, rows: Rows) -> None:
         """Keep the positions whose tokens have just reached the text.

@@ -109,14 +109,15 @@ def check_inputs(
             )
     elif input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
-    _check_cache(input_ids, kwargs, num_earlier(input_ids, config, kwargs))
+    earlier = num_earlier(input_ids, config, kwargs)
+    _check_cache(input_ids, kwargs, earlier)
     limit = length_limit(model)
-    _, longest = num_draft_tokens(drafter, config)
-    if limit is not None and criteria.max_length + num_earlier(input_ids, config, kwargs) + longest > limit[0]:
-        raise ValueError(
-            f"`max_length` is {criteria.max_length}; {name} is served up to {limit[0] - longest} tokens, because "
-            f"{limit[1]}."
-        )
+    if limit is not None:
+        most = limit[0] - num_draft_tokens(drafter, config)[1] - earlier
+        if criteria.max_length > most:
+            raise ValueError(
+                f"`max_length` is {criteria.max_length}; {name} is served up to {most} tokens, because {limit[1]}."
+            )
     batch_size = input_ids.shape[0]
     if batch_size > 1 and other_criteria(criteria) and not eos_token_ids(criteria):
         raise ValueError(
@@ -193,6 +194,11 @@ def generate(
         windows=attention_windows(model),
         earlier=earlier,
     )
+    if batch_size > 1 and recorder.wanted and processors.stateful:
+        raise ValueError(
+            f"`output_{min(recorder.wanted)}` with {batch_size} rows is not served with {processors.stateful[0]} and a "
+            "drafter yet; leave it off or use one row."
+        )
     # The padding of rows that end before others is part of what is returned, and of a cache that is the user's.
     completes = bool(recorder.wanted) or getattr(model_kwargs.get("cache"), "_is_user_defined", False)
     target = RaggedTarget(
