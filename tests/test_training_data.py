@@ -118,6 +118,16 @@ def test_a_prompt_without_room_for_an_answer_is_left_out(tmp_path):
     assert len(texts_of(folder)) == 5 and len(read_jsonl(folder / "prompts.jsonl")) == 6
 
 
+def test_second_turns_whose_answers_quote_a_held_out_prompt_are_kept_out(tmp_path):
+    options = dict(num_follow_ups=19, max_length=96, num_tokens=10_000)
+    free = read_jsonl(gather(tmp_path / "free", random_prompts(20), **options) / "follow_ups.jsonl")
+    answer = next(chat[1]["content"] for chat in free if len(chat[1]["content"].split()) >= 8)
+    folder = gather(tmp_path / "data", random_prompts(20), held_out=(" ".join(answer.split()[:8]),), **options)
+    chats = read_jsonl(folder / "follow_ups.jsonl")
+    assert answer not in [chat[1]["content"] for chat in chats]
+    assert chats and all(chat in free for chat in chats)
+
+
 def test_second_turns_quote_the_answers_they_are_about(tmp_path):
     folder = gather(tmp_path / "data", random_prompts(20), num_follow_ups=6, max_length=96)
     asked, chats = read_jsonl(folder / "prompts.jsonl"), read_jsonl(folder / "follow_ups.jsonl")

@@ -104,8 +104,8 @@ def collect(
         _claim(folder, target, tokenizer, hidden_states)
     state.wait_for_everyone()
     writer = _Writer(target, tokenizer, folder, hidden_states, options)
+    given, kept_out = ([messages for path in paths for messages in read_jsonl(path)] for paths in (files, held_out))
     if not (folder / "prompts.jsonl").exists():
-        given, kept_out = ([messages for path in paths for messages in read_jsonl(path)] for paths in (files, held_out))
         writer.synthesise()
         state.wait_for_everyone()
         if state.is_main_process:
@@ -116,7 +116,7 @@ def collect(
     state.wait_for_everyone()
     if options.num_follow_ups:
         if state.is_main_process and not (folder / "follow_ups.jsonl").exists():
-            _write_follow_ups(tokenizer, folder, options, prompts)
+            _write_follow_ups(tokenizer, folder, options, prompts, kept_out)
         state.wait_for_everyone()
         writer.answer(read_jsonl(folder / "follow_ups.jsonl"), first_index=len(prompts), num_tokens=None)
         state.wait_for_everyone()
@@ -301,7 +301,11 @@ def _write_prompts(folder: Path, options: DataOptions, given: list[Messages], he
 
 
 def _write_follow_ups(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, options: DataOptions, prompts: list[Messages]
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    options: DataOptions,
+    prompts: list[Messages],
+    held_out: list[Messages],
 ) -> None:
     """Second turns about finished answers; never about held-out ones, which they would quote."""
     answers = {
@@ -313,7 +317,8 @@ def _write_follow_ups(
     draw = random.Random(options.seed)
     chosen = draw.sample(sorted(answers), min(options.num_follow_ups, len(answers)))
     partial = folder / ".follow_ups.partial"
-    write_jsonl(partial, (follow_up(prompts[index], answers[index], draw) for index in chosen))
+    chats = [follow_up(prompts[index], answers[index], draw) for index in chosen]
+    write_jsonl(partial, without_overlap(chats, held_out))  # an answer may quote what its prompt does not
     partial.replace(folder / "follow_ups.jsonl")
 
 
