@@ -17,7 +17,7 @@ from hf_specdec.decoding.rows import Rows
 from hf_specdec.decoding.stopping import Stops
 from hf_specdec.drafters import TargetSignals
 from hf_specdec.drafters.base import DraftRequest
-from hf_specdec.integration.own_target import OwnTarget, ReplayGovernor
+from hf_specdec.integration.own_target import OwnModel, OwnTarget, ReplayGovernor
 from hf_specdec.metrics import RowStats, SpecStats
 from hf_specdec.scheduling import Governor
 
@@ -76,7 +76,7 @@ def run(acceptance: float, governor: type[Governor] = ReplayGovernor) -> tuple[R
     model, prompt = Recurrent(text), torch.tensor([text[:PROMPT]])
     rows = Rows(prompt, None, 0)
     kwargs = {"cache": SimpleNamespace(tokens=[])}
-    target = OwnTarget(model, prompt, GenerationConfig(), kwargs, "replay", TargetSignals())
+    target = OwnTarget(OwnModel(model, prompt, GenerationConfig(), kwargs, "replay"), TargetSignals())
     request = DraftRequest(
         rows=rows, attention_mask=None, embedding=torch.nn.Identity(), head=None, process=lambda scores, slot: scores,
         processors_read_ids=False, config=SpecConfig(), vocab_size=VOCAB_SIZE, noise=None, max_columns=len(text),

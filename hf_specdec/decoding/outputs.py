@@ -64,22 +64,18 @@ class Recorder:
     Rows are ragged while the loop runs, so everything is kept by row and joined at the end.
 
     Args:
-        scores, logits, hidden_states, attentions: which of them to keep; what is not kept stays None.
+        wanted: which of RETURNED to keep; what is not kept stays None.
         windows: for each layer the columns that its attentions have at most, None for all.
         earlier: columns before the prompt.
     """
 
     def __init__(
         self,
-        scores: bool = False,
-        logits: bool = False,
-        hidden_states: bool = False,
-        attentions: bool = False,
+        wanted: frozenset[str] = frozenset(),
         windows: Sequence[int | None] = (),
         earlier: int = 0,
     ) -> None:
-        wanted = zip(RETURNED, (scores, logits, hidden_states, attentions), strict=True)
-        self.wanted = frozenset(name for name, keep in wanted if keep)
+        self.wanted = wanted
         self._kept: dict[str, list[list[Any]]] = {name: [] for name in RETURNED}  # by row, then by step
         self._windows, self._earlier = windows, earlier
         self._settled: list[torch.Tensor] = []  # scores of the first steps, for stopping criteria
@@ -88,8 +84,7 @@ class Recorder:
     @staticmethod
     def joined(recorders: Sequence[Recorder]) -> Recorder:
         """What recorders of one row each have kept, as if it had been one batch. No attentions."""
-        whole, first = Recorder(), recorders[0]
-        whole.wanted = first.wanted
+        whole = Recorder(recorders[0].wanted)
         whole._kept = {name: [row for one in recorders for row in one._kept[name]] for name in RETURNED}
         prompts = [one._prompt.hidden_states for one in recorders if one._prompt and one._prompt.hidden_states]
         if prompts:

@@ -20,6 +20,7 @@ from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, check_signatures
 from .generate import check_call, is_drafter
 from .paths import decode
 from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
+from .prepared import Prepared
 
 _originals: list[tuple[Any, str, Callable]] = []  # (class or module, name, what was there)
 
@@ -101,14 +102,16 @@ class SpecGenerate:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         return decode(
-            model,
-            self.drafter,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            self.streamer,
-            model_kwargs,
+            Prepared(
+                model,
+                self.drafter,
+                input_ids,
+                list(logits_processor),
+                stopping_criteria,
+                generation_config,
+                self.streamer,
+                model_kwargs,
+            )
         )
 
 
@@ -181,14 +184,16 @@ def _wrap_decoding(original: Callable) -> Callable:
                 **model_kwargs,
             )
         return decode(
-            self,
-            assistant_model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
+            Prepared(
+                self,
+                assistant_model,
+                input_ids,
+                list(logits_processor),
+                stopping_criteria,
+                generation_config,
+                streamer,
+                model_kwargs,
+            )
         )
 
     return _assisted_decoding

@@ -14,7 +14,6 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     MaxLengthCriteria,
-    StoppingCriteriaList,
 )
 
 from ..config import SpecConfig
@@ -30,6 +29,7 @@ from ..scheduling import Governor
 from ..verification import Noise
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
 from .own_target import why_not_served
+from .prepared import Prepared
 from .probe import check_ragged
 from .target import RaggedTarget
 
@@ -91,34 +91,25 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     num_draft_tokens(drafter, config)
 
 
-def check_inputs(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    kwargs: dict[str, Any],
-    criteria: Any,
-) -> None:
-    """Refuse inputs that cannot be served, before the prefill."""
-    name = type(model).__name__
-    if kwargs.get("inputs_embeds") is not None:
+def check_inputs(prepared: Prepared) -> None:
+    """Refuse inputs that no path serves, before the prefill."""
+    model, drafter, criteria = prepared.model, prepared.drafter, prepared.criteria
+    name, batch_size = type(model).__name__, prepared.batch_size
+    if prepared.kwargs.get("inputs_embeds") is not None:
         if drafter.signals.hidden_states:
             raise ValueError(
                 f"`inputs_embeds` is not served with a {drafter.method!r} drafter, which reads the prompt's tokens; "
                 "give `input_ids`."
             )
-    elif input_ids.shape[1] == 0:
+    elif prepared.width == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
-    earlier = num_earlier(input_ids, config, kwargs)
-    _check_cache(input_ids, kwargs, earlier)
     limit = length_limit(model)
     if limit is not None:
-        most = limit[0] - num_draft_tokens(drafter, config)[1] - earlier
+        most = limit[0] - num_draft_tokens(drafter, prepared.config)[1] - prepared.earlier
         if criteria.max_length > most:
             raise ValueError(
                 f"`max_length` is {criteria.max_length}; {name} is served up to {most} tokens, because {limit[1]}."
             )
-    batch_size = input_ids.shape[0]
     if batch_size > 1 and other_criteria(criteria) and not eos_token_ids(criteria):
         raise ValueError(
             f"{batch_size} rows with stopping criteria but without an `eos_token_id` are not served with a drafter "
@@ -129,17 +120,9 @@ def check_inputs(
         raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
 
 
-def num_earlier(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> int:
-    """Columns before the prompt: a text in a cache whose ids were not given again, or embeddings."""
-    mask = model_kwargs.get("attention_mask")
-    # A mask that hides nothing has been taken away; its length has been written down.
-    columns = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-    return columns - input_ids.shape[1]
-
-
-def _check_cache(input_ids: torch.Tensor, model_kwargs: dict[str, Any], earlier: int) -> None:
+def _check_cache(prepared: Prepared) -> None:
     """Refuse caches of other kinds than transformers' dynamic one, and of lengths that do not fit the prompt."""
-    cache: Any = model_kwargs.get("cache")
+    cache: Any = prepared.kwargs.get("cache")
     kinds = {type(layer) for layer in getattr(cache, "layers", ())}
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or kinds - set(_CACHE_LAYERS):
         layers = f" with {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else ""
@@ -147,7 +130,7 @@ def _check_cache(input_ids: torch.Tensor, model_kwargs: dict[str, Any], earlier:
             f"`cache` is a {type(cache).__name__}{layers}; a drafter continues a DynamicCache that is not offloaded. "
             "Give one, or leave it out."
         )
-    length, width = cache.get_seq_length(), input_ids.shape[1]
+    length, width, earlier = cache.get_seq_length(), prepared.width, prepared.earlier
     if length and not (length == earlier or (earlier == 0 and length < width)):
         raise ValueError(
             f"`cache` holds {length} tokens beside `input_ids` of {width} and an attention mask of {width + earlier}; "
@@ -155,17 +138,8 @@ def _check_cache(input_ids: torch.Tensor, model_kwargs: dict[str, Any], earlier:
         )
 
 
-def generate(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    input_ids: torch.Tensor,
-    logits_processor: Iterable[Any],
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: Any | None,
-    model_kwargs: dict[str, Any],
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Decode with a drafter, from the point where `generate` hands over to its decoding loop.
+def generate(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """Decode a batch with a drafter, over ragged rows.
 
     Returns:
         What plain decoding returns. A dictionary output carries the statistics as `specdec`; they are also left in
@@ -174,47 +148,30 @@ def generate(
     Raises:
         NotRagged: the target has to take another path; nothing has been run or given away then.
     """
-    check_inputs(model, drafter, input_ids, generation_config, model_kwargs, stopping_criteria)
-    batch_size, width = input_ids.shape
-    config = resolve(drafter, generation_config)
-    length, longest = num_draft_tokens(drafter, generation_config)
-    max_width = stopping_criteria.max_length or generation_config.max_length
-    max_columns = max(max_width, width + 1) + longest + 1
-
-    earlier = num_earlier(input_ids, generation_config, model_kwargs)
-    attention_mask = model_kwargs.get("attention_mask")
-    if attention_mask is None and earlier:
-        attention_mask = input_ids.new_ones(batch_size, earlier + width)
-    pad_token = generation_config._pad_token_tensor
-    rows = Rows(input_ids, attention_mask, 0 if pad_token is None else int(pad_token))
-    processors = BlockProcessors(logits_processor)
-    returns_dict = generation_config.return_dict_in_generate
-    recorder = Recorder(
-        **{name: bool(returns_dict and getattr(generation_config, f"output_{name}")) for name in RETURNED},
-        windows=attention_windows(model),
-        earlier=earlier,
-    )
-    if batch_size > 1 and recorder.wanted and processors.stateful:
+    check_inputs(prepared)
+    _check_cache(prepared)
+    model, drafter, input_ids, earlier = prepared.model, prepared.drafter, prepared.input_ids, prepared.earlier
+    batch_size, returned = prepared.batch_size, prepared.returned
+    config = resolve(drafter, prepared.config)
+    length, longest = num_draft_tokens(drafter, prepared.config)
+    max_columns = max(prepared.max_width, prepared.width + 1) + longest + 1
+    processors = BlockProcessors(prepared.processors)
+    if batch_size > 1 and returned and processors.stateful:
         raise ValueError(
-            f"`output_{min(recorder.wanted)}` with {batch_size} rows is not served with {processors.stateful[0]} and a "
+            f"`output_{min(returned)}` with {batch_size} rows is not served with {processors.stateful[0]} and a "
             "drafter yet; leave it off or use one row."
         )
+    attention_mask = prepared.kwargs.get("attention_mask")
+    if attention_mask is None and earlier:
+        attention_mask = input_ids.new_ones(batch_size, earlier + prepared.width)
+    rows = Rows(input_ids, attention_mask, prepared.pad_token_id)
+    recorder = Recorder(returned, windows=attention_windows(model), earlier=earlier)
+    returns_dict = bool(prepared.config.return_dict_in_generate)
     # The padding of rows that end before others is part of what is returned, and of a cache that is the user's.
-    completes = bool(recorder.wanted) or getattr(model_kwargs.get("cache"), "_is_user_defined", False)
-    target = RaggedTarget(
-        model,
-        input_ids,
-        generation_config,
-        model_kwargs,
-        earlier,
-        drafter.signals,
-        max_columns,
-        keeps_rows=completes,
-        returns_cache=completes or bool(returns_dict),
-        returned=recorder.wanted & {"hidden_states", "attentions"},
-    )
+    completes = bool(returned) or getattr(prepared.kwargs.get("cache"), "_is_user_defined", False)
+    target = RaggedTarget(prepared, max_columns, keeps_rows=completes, returns_cache=completes or returns_dict)
     check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
-    noise, seed = call_noise(config, generation_config, input_ids)
+    noise, seed = call_noise(config, prepared.config, input_ids)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
         rule=config.rule,
@@ -230,11 +187,11 @@ def generate(
         session=drafter.start(request),
         processors=processors,
         max_positions=max_positions(model),
-        stops=Stops(max_width, eos_token_ids(stopping_criteria), other_criteria(stopping_criteria)),
+        stops=stops_of(prepared),
         rule=config.rule,
         noise=noise,
         governor=Governor(length, longest, adaptive=longest > length),
-        publisher=Publisher(streamer, rows),
+        publisher=Publisher(prepared.streamer, rows),
         recorder=recorder,
         completes=completes,
     )
@@ -244,19 +201,27 @@ def generate(
         call.session.close()
         target.close()
     drafter.last_stats = stats
-    sequences = rows.sequences()
     # Rows that ended apart have no common cache, unless they were completed with padding.
     in_step = min(rows.widths) == max(rows.widths)
     cache = target.filled_cache(rows) if completes or (returns_dict and in_step) else None
-    if not returns_dict:
+    return output_of(prepared, rows.sequences(), recorder, cache, stats)
+
+
+def output_of(
+    prepared: Prepared, sequences: torch.Tensor, recorder: Recorder, cache: Any, stats: SpecStats
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """What the call returns: the sequences, or a dictionary with what was asked for and the statistics."""
+    if not prepared.config.return_dict_in_generate:
         return sequences
-    output = GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        **{name: getattr(recorder, name) for name in RETURNED},
-        cache=cache,
-    )
+    recorded = {name: getattr(recorder, name) for name in RETURNED}
+    output = GenerateDecoderOnlyOutput(sequences=sequences, **recorded, cache=cache)
     output.specdec = stats
     return output
+
+
+def stops_of(prepared: Prepared) -> Stops:
+    """Where the rows of a call end."""
+    return Stops(prepared.max_width, eos_token_ids(prepared.criteria), other_criteria(prepared.criteria))
 
 
 def draft_request(

@@ -164,26 +164,17 @@ class OwnTarget:
     """decoding's Target over an OwnModel.
 
     Args:
-        model, prompt, generation_config, model_kwargs, rollback: as in OwnModel.
+        own: the model with its row.
         wanted: what the drafter needs from each forward.
-        returned: whether the call returns "hidden_states".
+        returned: what the call returns.
     """
 
     cache = "own"
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        rollback: str,
-        wanted: TargetSignals,
-        returned: frozenset[str] = frozenset(),
-    ) -> None:
-        self.rollback, self.device = rollback, prompt.device
-        self.taps = Taps(model, wanted, returned)
-        self.own = OwnModel(model, prompt, generation_config, self.taps.inputs(model_kwargs), rollback)
+    def __init__(self, own: OwnModel, wanted: TargetSignals, returned: frozenset[str] = frozenset()) -> None:
+        self.own, self.rollback, self.device = own, own.rollback, own.prompt.device
+        self.taps = Taps(own.model, wanted, returned)
+        own.kwargs = self.taps.inputs(own.kwargs)
         self.states: States | None = None
 
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:

@@ -20,7 +20,7 @@ class Taps:
     Args:
         model: the model.
         wanted: what the drafter needs from each forward.
-        returned: which of "hidden_states" and "attentions" the call returns.
+        returned: what the call returns; "hidden_states" and "attentions" are read here.
         spread: what a module gave -> the same for all rows of the call, where a forward leaves some out.
     """
 
@@ -31,7 +31,8 @@ class Taps:
         returned: frozenset[str],
         spread: Callable[[torch.Tensor], torch.Tensor] = lambda state: state,
     ) -> None:
-        self.model, self.wanted, self.returned, self.spread = model, wanted, returned, spread
+        self.model, self.wanted, self.spread = model, wanted, spread
+        self.returned = returned & {"hidden_states", "attentions"}
         self.last_state: torch.Tensor | None = None
         self.hook: Any = None
 

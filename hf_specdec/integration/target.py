@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache
 
 from ..decoding.outputs import States
 from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
-from ..drafters.base import Signals, TargetSignals
+from ..drafters.base import Signals
 from ..verification import Draft
 from .compat import TOKEN_TYPES, new_token_types
+from .prepared import Prepared
 from .probe import NotRagged
 from .taps import Taps
 
@@ -26,45 +27,29 @@ class RaggedTarget:
     The prefill is transformers' own, on our cache; after it nothing of transformers' preparation runs again.
 
     Args:
-        model: the target.
-        input_ids: [B, W] the left-padded prompts.
-        generation_config, model_kwargs: as `generate` prepared them.
-        earlier: columns before the prompt: in a cache of the user's, or embeddings.
-        wanted: what the drafter needs from each forward.
+        prepared: the call.
         max_columns: columns that a row can reach, drafts included.
         keeps_rows: whether rows are run to the end, although they have finished.
         returns_cache: whether `filled_cache` will be asked for.
-        returned: which of "hidden_states" and "attentions" the call returns.
     """
 
     cache = "ragged"
     rollback = "crop"
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        earlier: int,
-        wanted: TargetSignals,
-        max_columns: int,
-        keeps_rows: bool = True,
-        returns_cache: bool = True,
-        returned: frozenset[str] = frozenset(),
+        self, prepared: Prepared, max_columns: int, keeps_rows: bool = True, returns_cache: bool = True
     ) -> None:
-        self.model, self.input_ids, self.generation_config = model, input_ids, generation_config
-        self.keeps_rows = keeps_rows
+        self.model, self.input_ids, self.generation_config = prepared.model, prepared.input_ids, prepared.config
+        self.keeps_rows, self.earlier = keeps_rows, prepared.earlier
         self.states: States | None = None
-        prompt_mask = model_kwargs.get("attention_mask")
-        self.earlier = earlier
-        self.ragged = RaggedModel(model, prompt_mask, input_ids.shape[0], earlier + max_columns, returns_cache)
-        self.given: DynamicCache = model_kwargs["cache"]
+        prompt_mask, max_slots = prepared.kwargs.get("attention_mask"), prepared.earlier + max_columns
+        self.ragged = RaggedModel(self.model, prompt_mask, prepared.batch_size, max_slots, returns_cache)
+        self.given: DynamicCache = prepared.kwargs["cache"]
         self.num_given = self.given.get_seq_length()
         if self.num_given:
             self.ragged.cache.load(self.given)
-        self.taps = Taps(model, wanted, returned, self.ragged.spread)
-        self.model_kwargs = self.taps.inputs({**model_kwargs, "cache": self.ragged.cache})
+        self.taps = Taps(self.model, prepared.drafter.signals, prepared.returned, self.ragged.spread)
+        self.model_kwargs = self.taps.inputs({**prepared.kwargs, "cache": self.ragged.cache})
         # [..., B or 1, 1] position of the first new token, and what else a step takes
         self.next_position, self.constants = self._step_inputs()
 
