@@ -1,5 +1,6 @@
 """The doors into transformers: what is patched, what is left alone, and that every door leads to the same text."""
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -98,6 +99,24 @@ def test_a_changed_signature_is_refused_by_name_and_nothing_is_installed(not_ins
         hf_specdec.enable(tiny_target("llama"))
     assert not dispatch.is_installed()
     assert not hasattr(GenerationMixin._assisted_decoding, "__wrapped__")
+
+
+def test_the_import_says_that_transformers_is_one_it_does_not_know_and_every_door_refuses(not_installed, monkeypatch):
+    def of_5_23(self, input_ids, next_sequence_length=None, past_key_values=None, attention_mask=None, **kwargs):
+        """The cache had another name."""
+
+    drafter = AutoDrafter.for_target(tiny_target("llama"), "lookup")
+    with monkeypatch.context() as older:
+        older.setattr(GenerationMixin, "prepare_inputs_for_generation", of_5_23)
+        sentence = "does not know transformers .*prepare_inputs_.* takes .*past_key_values.* instead of .* cache,"
+        with pytest.warns(RuntimeWarning, match=sentence):
+            importlib.reload(hf_specdec)
+        assert not dispatch.is_installed()
+        for door, argument in ((hf_specdec.enable, tiny_target("llama")), (SpecGenerate, drafter)):
+            with pytest.raises(RuntimeError, match=sentence):
+                door(argument)
+    importlib.reload(hf_specdec)  # with nothing changed it installs
+    assert dispatch.is_installed()
 
 
 @pytest.mark.parametrize("lengths", [[7], [7, 2]], ids=["one row", "batch"])

@@ -39,6 +39,16 @@ EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
         "model_kwargs",
     ),
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "prepare_inputs_for_generation": (
+        "self",
+        "input_ids",
+        "next_sequence_length",
+        "cache",  # `past_key_values` before 5.24, as in the forward of every model
+        "attention_mask",
+        "inputs_embeds",
+        "is_first_iteration",
+        "kwargs",
+    ),
     "_supports_default_dynamic_cache": (),  # a class method
 }
 

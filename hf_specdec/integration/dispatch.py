@@ -81,9 +81,13 @@ class SpecGenerate:
     Args:
         drafter: the drafter.
         streamer: as in `generate`.
+
+    Raises:
+        RuntimeError: transformers' internals have changed.
     """
 
     def __init__(self, drafter: Drafter, streamer: Any | None = None) -> None:
+        check_signatures(GenerationMixin)
         if not is_drafter(drafter):
             raise ValueError(f"`drafter` is a {type(drafter).__name__}; give what AutoDrafter returns.")
         self.drafter, self.streamer = drafter, streamer
