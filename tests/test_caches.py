@@ -139,7 +139,7 @@ def test_a_head_after_a_cache_drafts_from_what_it_has_seen(tmp_path):
     but never something wrong: on a prompt of which the cache held nothing the drafts are the same."""
     model = tiny_target()
     head = random_head(target_layers=tiny_config("llama").num_hidden_layers)
-    drafter = AutoDrafter.from_pretrained(write_head(tmp_path, head), target=model)
+    drafter = AutoDrafter.from_pretrained(write_head(tmp_path, head), target=model, governor="off")
     inputs = prompts([14, 9])
     counts = []
     for extra in ({}, {"cache": DynamicCache(config=model.config)}):

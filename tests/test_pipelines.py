@@ -22,9 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     PreTrainedModel,
     TextStreamer,
     WhisperConfig,
@@ -32,7 +29,7 @@ from transformers import (
     WhisperForConditionalGeneration,
     pipelines,
 )
-from transformers.pipelines import ImageTextToTextPipeline, Pipeline, TextGenerationPipeline
+from transformers.pipelines import Pipeline, TextGenerationPipeline
 
 import hf_specdec
 from hf_specdec import AutoDrafter
@@ -363,24 +360,6 @@ def test_speech_recognition_refuses_drafters_and_keeps_its_own_assistants(tmp_pa
     target.save_pretrained(tmp_path)
     pipe = transformers.pipeline("automatic-speech-recognition", **parts, assistant_model=str(tmp_path))
     assert type(pipe.assistant_model) is WhisperForConditionalGeneration
-
-
-def test_image_text_to_text_says_where_a_drafter_goes(folders):
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    config = LlavaConfig(
-        vision_config=vision, text_config=tiny_config("llama"), image_token_index=90, vision_feature_layer=-1
-    )
-    target = LlavaForConditionalGeneration(config).eval()
-    randomise(target, 0)
-    for assistant in (AutoDrafter.for_target(target, "lookup"), str(folders["small"])):
-        with pytest.raises(ValueError, match=r"'image-text-to-text' does not use it.*generate_kwargs"):
-            ImageTextToTextPipeline(model=target, processor=None, task="image-text-to-text", assistant_model=assistant)
-    image = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": torch.tensor([[90] * 4 + [7, 8, 9, 7, 8]]), "pixel_values": image, **GREEDY}
-    drafter = AutoDrafter.for_target(target, "lookup", min_ngram=1)
-    assert torch.equal(target.generate(**inputs, assistant_model=drafter), target.generate(**inputs))
 
 
 def test_a_pipeline_that_does_not_generate_is_none_of_our_business(folders):

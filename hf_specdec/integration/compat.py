@@ -61,6 +61,9 @@ def new_token_types(name: str, values: torch.Tensor) -> torch.Tensor:
     return values[:, -1:] if name == "token_type_ids" else torch.zeros_like(values[:, -1:])
 
 
+# A function of transformers' generation.utils.
+UTILS_PARAMETERS: dict[str, tuple[str, ...]] = {"_slice_mm_encoder_output": ("output", "rows")}
+
 # What we wrap or call of pipelines: methods of Pipeline, and a function of its module.
 PIPELINE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "__init__": (
@@ -77,6 +80,7 @@ PIPELINE_PARAMETERS: dict[str, tuple[str, ...]] = {
         "kwargs",
     ),
     "_sanitize_parameters": ("self", "pipeline_parameters"),
+    "_prepare_generate_kwargs": ("self", "generate_kwargs", "overrides"),
 }
 ASSISTANT_PARAMETERS: dict[str, tuple[str, ...]] = {
     "load_assistant_model": ("model", "assistant_model", "assistant_tokenizer"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, StoppingCriteriaList
 
 from ..drafters.base import Drafter
-from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, check_signatures
+from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, UTILS_PARAMETERS, check_signatures
 from .generate import check_call, is_drafter
 from .paths import decode
 from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
@@ -33,7 +33,7 @@ def install() -> None:
     """
     if _originals:
         return
-    check_signatures(GenerationMixin)
+    _check_generation()
     patches = [(GenerationMixin, name, wrap) for name, wrap in _WRAPPERS.items()] + _pipeline_patches()
     for owner, name, wrap in patches:
         original = getattr(owner, name)
@@ -62,7 +62,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         RuntimeError: transformers' internals have changed.
     """
-    check_signatures(GenerationMixin)
+    _check_generation()
     cls = type(model)
     if not isinstance(model, GenerationMixin):
         raise ValueError(f"`model` is a {cls.__name__}, which has no generate().")
@@ -87,7 +87,7 @@ class SpecGenerate:
     """
 
     def __init__(self, drafter: Drafter, streamer: Any | None = None) -> None:
-        check_signatures(GenerationMixin)
+        _check_generation()
         if not is_drafter(drafter):
             raise ValueError(f"`drafter` is a {type(drafter).__name__}; give what AutoDrafter returns.")
         self.drafter, self.streamer = drafter, streamer
@@ -208,6 +208,11 @@ _WRAPPERS: dict[str, Callable[[Callable], Callable]] = {
     "_get_candidate_generator": _wrap_candidates,
     "_assisted_decoding": _wrap_decoding,
 }
+
+
+def _check_generation() -> None:
+    check_signatures(GenerationMixin)
+    check_signatures(transformers.generation.utils, UTILS_PARAMETERS)
 
 
 def _pipeline_patches() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .images import text_ids
 from .own_target import OwnModel, fresh_cache, why_not_own
 from .probe import configuration, distance, in_spreads
 
@@ -48,12 +49,18 @@ def rollback_of(model: PreTrainedModel) -> str:
 def _choose(model: PreTrainedModel) -> tuple[str, str]:
     """(rollback, why it is not a better one)."""
     total = _PROMPT + sum(right + 1 for _, right in _ROUNDS)
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab_size, (1, total), generator=generator).to(model.device)
+    ids = text_ids(model, 1, total)
     if model.config.get_text_config().model_type in _ONE_AT_A_TIME:
         return "stepwise", "its recurrent layers use their state for single tokens only"
-    expected, can_crop = _steps(model, ids)
+    try:
+        expected, can_crop = _steps(model, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        raise ValueError(
+            f"{type(model).__name__} is not served by drafters: the self-check runs it on text alone, which fails "
+            f"({type(cause).__name__}: {cause})."
+        ) from cause
     if bool(expected.isnan().any()):
         raise ValueError(
             f"{type(model).__name__} gives NaN logits in {model.dtype}; look at its weights and its dtype."

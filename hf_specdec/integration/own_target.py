@@ -26,6 +26,7 @@ from ..drafters.base import Signals, TargetSignals
 from ..scheduling import Governor
 from ..verification import Draft
 from .compat import TOKEN_TYPES, new_token_types
+from .images import image_layers
 from .taps import Taps
 
 
@@ -70,6 +71,7 @@ class OwnModel:
         self.kwargs, self.rollback = model_kwargs, rollback
         self.filled = 0
         self.snapshot: tuple[int, Snapshot] | None = None  # with the columns that it has read
+        self.image_layers = image_layers(model)
 
     @property
     def cache(self) -> Any:
@@ -111,7 +113,7 @@ class OwnModel:
         """Forget everything that was read beyond the first `num_right` columns."""
         rejected = self.filled - num_right
         if self.rollback == "crop":
-            self.cache.crop(-rejected)  # cuts back what was kept for this, too, so it is called for 0 as well
+            self._crop(rejected)  # cuts back what was kept for this, too, so it is called for 0 as well
             self.filled = num_right
         elif rejected > 0:
             assert self.snapshot is not None
@@ -119,6 +121,15 @@ class OwnModel:
             self.kwargs["cache"] = snapshot.restore()
         else:
             self.snapshot = None
+
+    def _crop(self, num_columns: int) -> None:
+        """Cut the text's last columns off the cache."""
+        if not self.image_layers:
+            self.cache.crop(-num_columns)
+            return
+        for index, layer in enumerate(self.cache.layers):
+            if index not in self.image_layers:
+                layer.crop(-num_columns)
 
     def settle(self, ids: torch.Tensor) -> Any:
         """The cache as plain decoding leaves it after the text `ids` [1, columns]: without the last token."""

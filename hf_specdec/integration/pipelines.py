@@ -197,7 +197,7 @@ def _give(pipe: Any, assistant: Any, tokenizer: Any | None) -> None:
     """Give a pipeline its assistant.
 
     Raises:
-        ValueError, OSError: it cannot be loaded, does not fit, or this kind of pipeline would not use it.
+        ValueError, OSError: it cannot be loaded, or does not fit.
     """
     target = pipe.model
     name = assistant if isinstance(assistant, DrafterName) else None
@@ -210,21 +210,27 @@ def _give(pipe: Any, assistant: Any, tokenizer: Any | None) -> None:
         return _give_model(pipe, assistant, tokenizer)
     _check_served(target)
     pipe.assistant_model, pipe.assistant_tokenizer = assistant, None
-    if "assistant_model" not in pipe._sanitize_parameters()[1]:
-        raise ValueError(
-            f"`assistant_model` is given, and transformers' pipeline {pipe.task!r} does not use it; give a drafter "
-            "with each call, as generate_kwargs={'assistant_model': drafter}."
-        )
+    passes_on = "assistant_model" in pipe._sanitize_parameters()[1]
     if name is not None:
         try:
             pipe.assistant_model = name.load(target)
         except UnfitDraftModel as reason:
+            if not passes_on:
+                raise
             warnings.warn(f"{reason} transformers' own assisted generation takes it instead.", stacklevel=4)
             _give_model(pipe, name, None)
     elif assistant.is_bound:
         assistant.check_bound_to(target)
     else:
         assistant.bind(target)
+    if not passes_on:
+        pipe._prepare_generate_kwargs = functools.partial(_generate_kwargs_with_assistant, pipe)
+
+
+def _generate_kwargs_with_assistant(pipe: Any, generate_kwargs: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """A pipeline's arguments of `generate`, where transformers leaves its assistant out (image-text-to-text)."""
+    prepared = type(pipe)._prepare_generate_kwargs(pipe, generate_kwargs, **overrides)
+    return {"assistant_model": pipe.assistant_model, **prepared}
 
 
 def _give_model(pipe: Any, assistant: Any, tokenizer: Any | None) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..decoding.ragged_model import RaggedModel
+from .images import text_ids
 
 _LENGTHS = (3, 6)  # prompt tokens of the two rows
 _STEPS = 4
@@ -64,9 +65,8 @@ def configuration(model: PreTrainedModel) -> tuple:
 def measure(model: PreTrainedModel) -> tuple[float, float]:
     """(error, allowed error) of ragged logits against one-token steps, in units of the logits' standard deviation."""
     device, width = model.device, max(_LENGTHS)
-    generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab_size, (2, width + _STEPS), generator=generator).to(device)
+    ids = text_ids(model, 2, width + _STEPS)
     padding = torch.tensor([width - length for length in _LENGTHS], device=device)[:, None]
     columns = torch.arange(width + _STEPS, device=device)
     mask, positions = (columns >= padding).long(), (columns - padding).clamp_min(0)

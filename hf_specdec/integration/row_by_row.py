@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, MaxTimeCriteria, logits_process
 
 from ..config import SpecConfig
@@ -26,6 +27,7 @@ from ..metrics import RowStats, SpecStats
 from ..verification import Noise
 from .compat import TOKEN_TYPES
 from .generate import call_noise, check_inputs, draft_request, num_draft_tokens, output_of, resolve, stops_of
+from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
 from .own_probe import rollback_of
 from .own_target import OwnModel, OwnTarget, ReplayGovernor, fresh_cache
 from .prepared import Prepared
@@ -123,19 +125,19 @@ def one_row(prepared: Prepared, row: int) -> Prepared:
         input_ids=prepared.input_ids[row : row + 1],
         processors=[row_processor(processor, row) for processor in prepared.processors],
         streamer=None,
-        kwargs={**row_inputs(prepared.kwargs, row, prepared.batch_size), "cache": fresh_cache(prepared.model)},
+        kwargs={**row_inputs(prepared, row), "cache": fresh_cache(prepared.model)},
     )
 
 
-def row_inputs(model_kwargs: dict[str, Any], row: int, batch_size: int) -> dict[str, Any]:
+def row_inputs(prepared: Prepared, row: int) -> dict[str, Any]:
     """What `generate` prepared for one row of a batch."""
-    kwargs = dict(model_kwargs)
-    if (mask := kwargs.get("attention_mask")) is not None:
-        kwargs["attention_mask"] = mask[row : row + 1]
-    for key in TOKEN_TYPES:
-        if (types := kwargs.get(key)) is not None:
-            kwargs[key] = types[row : row + 1]
-    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] == batch_size:
+    kwargs = dict(prepared.kwargs)
+    if (features := kwargs.get("mm_encoder_outputs")) is not None:
+        kwargs["mm_encoder_outputs"] = features_of_row(prepared.model, prepared.input_ids, features, row)
+    for key in _row_inputs(prepared.model):
+        if (values := kwargs.get(key)) is not None:
+            kwargs[key] = values[row : row + 1]
+    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-2] == prepared.batch_size:
         kwargs["position_ids"] = positions[..., row : row + 1, :]
     return kwargs
 
@@ -166,6 +168,8 @@ def _check(prepared: Prepared) -> None:
         raise ValueError(f"`cache` is yours, which is not served with {name} and a drafter yet; leave it out.")
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError(f"`inputs_embeds` is not served with {name} and a drafter yet; give `input_ids`.")
+    if image_layers(model) and (reason := why_images_not_served(kwargs)):
+        raise ValueError(f"{reason} with {name} and a drafter.")
     check_inputs(prepared)
     mask = kwargs.get("attention_mask")
     if mask is not None and (unknown := unknown_layers(fresh_cache(model))) and bool((mask == 0).any()):
@@ -184,7 +188,21 @@ def _check(prepared: Prepared) -> None:
         raise ValueError(f"`max_time` {one_by_one}; give one row at a time.")
     if stateful := BlockProcessors(prepared.processors).stateful:
         raise ValueError(f"{stateful[0]} {one_by_one}; give one row at a time.")
-    known = ("attention_mask", "position_ids", "cache", *TOKEN_TYPES)
-    others = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and key not in known]
+    known = ("position_ids", "cache", "mm_encoder_outputs", *_row_inputs(model))
+    others = [key for key, value in kwargs.items() if _holds_tensors(value) and key not in known]
+    if not fill_placeholders(model, prepared.input_ids, kwargs.get("mm_encoder_outputs")):
+        others.append("pixel_values")
     if others:
         raise ValueError(f"`{others[0]}` {one_by_one}; give one row at a time.")
+
+
+def _row_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """Inputs of a model that have one entry for each row."""
+    return ("attention_mask", *TOKEN_TYPES, *(IMAGE_LAYER_INPUTS if image_layers(model) else ()))
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an input of the model is a tensor or a collection of some."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensors, value)))

@@ -13,6 +13,7 @@ from ..decoding.rows import Rows
 from ..drafters.base import Signals
 from ..verification import Draft
 from .compat import TOKEN_TYPES, new_token_types
+from .images import image_layers
 from .prepared import Prepared
 from .probe import NotRagged
 from .taps import Taps
@@ -106,6 +107,9 @@ class RaggedTarget:
             NotRagged: it does.
         """
         model, kwargs = self.model, self.model_kwargs
+        has_images = kwargs.get("pixel_values") is not None or kwargs.get("cross_attention_states") is not None
+        if (layers := image_layers(model)) and (has_images or any(self.given.get_seq_length(i) for i in layers)):
+            raise NotRagged("its cross-attention layers keep images in the cache")
         prompt = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **kwargs)
         longer = torch.nn.functional.pad(self.input_ids, (0, 1))  # with any token: nothing is run
         step_kwargs = dict(kwargs, position_ids=_one_longer(kwargs["position_ids"], step=1))

@@ -181,7 +181,9 @@ class Eagle3Session(DraftSession):
             mask = masks[windows[index]]
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
-        embedded = F.embedding(tokens.to(self.embedding.device), self.embedding)
+        # The placeholder of an image may lie beyond the vocabulary.
+        tokens = tokens.to(self.embedding.device).clamp_max(len(self.embedding) - 1)
+        embedded = F.embedding(tokens, self.embedding)
         embedded = embedded.to(device=self.device, dtype=features.dtype)
         positions = (entries - self.padding[:, None]).clamp_min(0)
         return self.model(embedded, features, positions, attend)

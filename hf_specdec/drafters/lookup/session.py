@@ -8,6 +8,7 @@ per token, one look-up per draft, all on the host, next to nothing when nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class LookupDrafter(Drafter):
 
 class LookupSession(DraftSession):
     def __init__(self, drafter: LookupDrafter, request: DraftRequest) -> None:
-        self.rows = request.rows
+        self.rows, self.vocab_size = request.rows, request.vocab_size
         self.indices = [
             NgramIndex(text, drafter.min_ngram, drafter.max_ngram, drafter.max_candidates) for text in self.rows.texts
         ]
@@ -57,7 +58,7 @@ class LookupSession(DraftSession):
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
         device = self.rows.ids.device
         drafts = [
-            index.continuation(k) if k > 0 and not done else []
+            self._within_vocabulary(index.continuation(k)) if k > 0 and not done else []
             for index, k, done in zip(self.indices, budget, self.rows.finished, strict=True)
         ]
         num_slots = max(map(len, drafts))
@@ -66,6 +67,10 @@ class LookupSession(DraftSession):
         padded = [draft + [-1] * (num_slots - len(draft)) for draft in drafts]
         tokens = torch.tensor(padded, device=device)
         return Draft(tokens, torch.tensor([len(draft) for draft in drafts], device=device), OneHot())
+
+    def _within_vocabulary(self, draft: list[int]) -> list[int]:
+        """The draft up to an id that the target has no score for, as the placeholder of an image may be."""
+        return list(takewhile(lambda token: token < self.vocab_size, draft))
 
 
 class NgramIndex:
