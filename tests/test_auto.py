@@ -394,9 +394,9 @@ def test_a_model_that_cannot_roll_back_is_refused_as_a_draft_model(tmp_path, tar
     assert "Mamba2ForCausalLM cannot be a draft model" in refusal(tmp_path, target)
 
 
-def test_an_encoder_decoder_is_no_draft_model(tmp_path, target):
+def test_an_encoder_decoder_is_no_draft_model_for_a_target_without_an_encoder(tmp_path, target):
     tiny_encoder_decoder().save_pretrained(tmp_path)
-    assert "no known drafter format" in refusal(tmp_path, target)
+    assert "a T5ForConditionalGeneration, which needs an encoder" in refusal(tmp_path, target)
 
 
 # Whether it fits

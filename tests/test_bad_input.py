@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from scripted import ScriptedDrafter
-from tiny import perturbed, prompts, tiny_encoder_decoder, tiny_target
+from tiny import perturbed, prompts, tiny_target
 
 import hf_specdec
 from hf_specdec import AutoDrafter, SpecConfig, SpecGenerate
@@ -92,12 +92,6 @@ def test_a_draft_model_with_other_special_tokens():
     model.config.eos_token_id = 5
     with pytest.raises(ValueError, match="eos_token_id is 5"):
         DraftModelDrafter(model).bind(tiny_target("llama"))
-
-
-def test_an_encoder_decoder_target():
-    model = tiny_encoder_decoder()
-    message = refusal(model=model)
-    assert "T5ForConditionalGeneration is not served by drafters yet: it is an encoder-decoder" in message
 
 
 def test_an_assistant_tokenizer(no_forward):

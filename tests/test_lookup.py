@@ -100,7 +100,7 @@ def test_each_token_is_indexed_once():
 def session(texts, width, **options):
     rows = Rows(torch.zeros(len(texts), width, dtype=torch.long), None, pad_token_id=0)
     rows.texts = [list(text) for text in texts]
-    return LookupSession(LookupDrafter(**options), SimpleNamespace(rows=rows))
+    return LookupSession(LookupDrafter(**options), SimpleNamespace(rows=rows, source=None, vocab_size=VOCAB_SIZE))
 
 
 class CountingMode(TorchDispatchMode):

@@ -125,7 +125,7 @@ def test_windows_come_back_either_way(name, rollback, monkeypatch):
     expected = plain(model, inputs, **OPTIONS)
     monkeypatch.setattr("hf_specdec.integration.paths.why_not_ragged", lambda model: "of this test")
     assert rollback_of(model) == "crop"
-    monkeypatch.setattr("hf_specdec.integration.row_by_row.rollback_of", lambda model: rollback)
+    monkeypatch.setattr("hf_specdec.integration.row_by_row.rollback_of", lambda model, encoded: rollback)
     for right in (coin, lambda row, round: 0):
         drafter = RowScript(expected[:, 17:].tolist(), right=right, num_draft_tokens=4).bind(model)
         assert torch.equal(speculative(model, inputs, drafter, **OPTIONS), expected)

@@ -340,8 +340,9 @@ def test_a_model_that_cannot_take_ragged_rows_is_known_by_its_source(case):
 
 
 def test_a_model_that_no_path_serves_is_refused_with_a_reason_before_any_forward():
-    model = tiny_encoder_decoder()
-    model.register_forward_pre_hook(lambda *args: pytest.fail("a forward was run"))
-    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration .* it is an encoder-decoder model"):
+    model = build(tiny_config("llama"))
+    forward = lambda input_ids=None: pytest.fail("a forward was run")  # noqa: E731
+    model.forward = forward
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .* its forward takes no `cache`"):
         drafter = AutoDrafter.for_target(model, "lookup")
         model.generate(torch.tensor([[5, 6, 7]]), assistant_model=drafter, max_new_tokens=4)

@@ -8,6 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -19,6 +21,11 @@ from transformers import (
     Qwen3Config,
     T5Config,
     T5ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    T5GemmaModuleConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 VOCAB_SIZE = 97
@@ -115,11 +122,42 @@ def perturbed(model: PreTrainedModel, amount: float, seed: int = 5) -> PreTraine
     return copy
 
 
-def tiny_encoder_decoder() -> PreTrainedModel:
-    """A random T5."""
-    config = T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **_SPECIAL)
-    config.decoder_start_token_id = PAD
-    return T5ForConditionalGeneration(config).eval()
+ENCODER_DECODERS = ("t5", "bart", "t5gemma")
+_PARTS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+
+
+def _encoder_decoder(name: str) -> PreTrainedModel:
+    common = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, "decoder_start_token_id": 1, **_SPECIAL}
+    bart = {**common, **_PARTS, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    if name == "t5":
+        return T5ForConditionalGeneration(T5Config(**common, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
+    if name == "bart":
+        config = BartConfig(**bart, max_position_embeddings=128, forced_eos_token_id=None)
+        return BartForConditionalGeneration(config)
+    if name == "t5gemma":
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        part = {**common, **shape, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+        config = T5GemmaConfig(encoder=T5GemmaModuleConfig(**part), decoder=T5GemmaModuleConfig(**part), **common)
+        return T5GemmaForConditionalGeneration(config)
+    if name == "whisper":
+        lengths = {"num_mel_bins": 8, "max_source_positions": 50, "max_target_positions": 60}
+        return WhisperForConditionalGeneration(WhisperConfig(**bart, **lengths))
+    raise KeyError(name)
+
+
+@functools.cache
+def tiny_encoder_decoder(name: str = "t5", seed: int = 0) -> PreTrainedModel:
+    """A random fp32 encoder-decoder. "t5gemma" slides over 8 tokens, "whisper" hears 100 frames of 8 bins at once.
+
+    Shared between tests: leave it as it is.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _encoder_decoder(name).eval()
+    randomise(model, seed, std=0.3 if name == "t5" else 0.1)
+    if name == "whisper":
+        model.generation_config.update(suppress_tokens=None, begin_suppress_tokens=[EOS, 17])
+    return model
 
 
 def prompts(lengths: list[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ _KEEP_SHARE = 0.75  # rows are dropped when at most this share is left: dropping
 # Attention backends by the form of mask that they take.
 _BOOLEAN_MASK = ("sdpa",)
 _ADDITIVE_MASK = ("eager",)
+# Fields that count the positions of a text; those of a decoder come first.
+_POSITIONS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 # Model types whose own code assumes that all rows end together.
 _UNSUITED = {"gpt_neo": "its attention slices a causal mask of its own, as if all rows ended at the same column"}
 
@@ -71,8 +73,9 @@ def length_limit(model: PreTrainedModel) -> tuple[int, str] | None:
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Positions that the model has embeddings for, None where the config names no number."""
-    number = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return number if isinstance(number, int) and number > 0 else None
+    config = model.config.get_text_config()
+    numbers = (getattr(config, name, None) for name in _POSITIONS)
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
 def attention_windows(model: PreTrainedModel) -> list[int | None]:

@@ -86,13 +86,31 @@ class RowsView(Protocol):
 
 
 @dataclass(frozen=True)
+class Source:
+    """What the encoder of an encoder-decoder read and gave, for the rows of a call.
+
+    Args:
+        ids: token ids of each row without padding; None where it reads no tokens of the texts' vocabulary.
+        inputs: [B, ...] its main input; None where only its outputs were given.
+        attention_mask: [B, S] of the inputs, None where nothing is padded.
+        outputs: its output, with `last_hidden_state` [B, S', H].
+    """
+
+    ids: list[list[int]] | None
+    inputs: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    outputs: Any
+
+
+@dataclass(frozen=True)
 class DraftRequest:
     """What a session is told at its start.
 
     Args:
         rows: the rows, kept up to date by the loop.
         attention_mask: [B, W] of the prompt, None where nothing is padded.
-        embedding, head: the target's input embedding and its output head (None where it has none).
+        embedding, head: the target's input embedding (None for an encoder-decoder) and output head (None where it has
+            none).
         process: (scores [B, 1, V], slot) -> scores [B, 1, V], the call's processors for drafted slot `slot`; may
             overwrite its argument. The tokens of the slots before it are read from where `rows.place_draft` put them.
         processors_read_ids: whether `process` looks at them at all.
@@ -100,11 +118,12 @@ class DraftRequest:
         vocab_size: V of the target.
         noise: the call's noise; None in greedy decoding.
         max_columns: columns that a row can reach, its drafts included.
+        source: what the encoder of an encoder-decoder read and gave; None for other targets.
     """
 
     rows: RowsView
     attention_mask: torch.Tensor | None
-    embedding: nn.Module
+    embedding: nn.Module | None
     head: nn.Module | None
     process: Callable[[torch.Tensor, int], torch.Tensor]
     processors_read_ids: bool
@@ -112,6 +131,7 @@ class DraftRequest:
     vocab_size: int
     noise: Noise | None
     max_columns: int
+    source: Source | None = None
 
 
 class UnfitDraftModel(ValueError):
@@ -198,6 +218,8 @@ class Drafter(nn.Module, ABC):
         """
         text_config = target.config.get_text_config()
         special = {name: getattr(text_config, name, None) for name in SPECIAL_TOKENS}
+        if self.signals.hidden_states:
+            check_decoder_only(target, self.method)
         self.check_target(target)
         self.config = PreTrainedConfig(vocab_size=text_config.vocab_size, **special)
         self._bound_to = target_fingerprint(target)
@@ -248,6 +270,15 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def start(self, request: DraftRequest) -> DraftSession:
         """A session for one generate call."""
+
+
+def check_decoder_only(target: PreTrainedModel, method: str) -> None:
+    """Refuse encoder-decoders for a method that reads a target's hidden states."""
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder, and a {method!r} drafter reads the hidden states of "
+            "decoder-only targets; take AutoDrafter.for_target(model, 'lookup') or a smaller model."
+        )
 
 
 def target_fingerprint(target: PreTrainedModel) -> tuple:

@@ -49,7 +49,14 @@ EXPECTED_PARAMETERS: dict[str, tuple[str, ...]] = {
         "is_first_iteration",
         "kwargs",
     ),
-    "_supports_default_dynamic_cache": (),  # a class method
+    "_prepare_cache_for_generation": (
+        "self",
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ),
 }
 
 # Inputs that have a column for each token; `_update_model_kwargs_for_generation` adds columns of these values.

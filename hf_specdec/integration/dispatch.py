@@ -1,22 +1,27 @@
 """The door: `model.generate(assistant_model=drafter)` for every model that generates, and for pipelines.
 
 Three methods of GenerationMixin look for a drafter of ours among their arguments, or for the name of one, and hand over
-to our loop; with any other argument they call the original unchanged. What is wrapped of pipelines is in `pipelines`.
+to our loop; with any other argument they call the original unchanged. Whisper has a `generate` of its own around
+theirs, which is wrapped too. What is wrapped of pipelines is in `pipelines`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, StoppingCriteriaList
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from ..drafters.base import Drafter
 from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, UTILS_PARAMETERS, check_signatures
+from .encoder_decoder import encoder_inputs
 from .generate import check_call, is_drafter
 from .paths import decode
 from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
@@ -35,6 +40,7 @@ def install() -> None:
         return
     _check_generation()
     patches = [(GenerationMixin, name, wrap) for name, wrap in _WRAPPERS.items()] + _pipeline_patches()
+    patches.append((WhisperGenerationMixin, "generate", _wrap_whisper))
     for owner, name, wrap in patches:
         original = getattr(owner, name)
         _originals.append((owner, name, original))
@@ -68,6 +74,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"`model` is a {cls.__name__}, which has no generate().")
     if not getattr(cls, "_hf_specdec_enabled", False):
         body: dict[str, Any] = {name: wrap(getattr(cls, name)) for name, wrap in _WRAPPERS.items()}
+        if isinstance(model, WhisperGenerationMixin):
+            body["generate"] = _wrap_whisper(cls.generate)
         body.update(__module__=cls.__module__, __reduce_ex__=_reduce_as(cls), _hf_specdec_enabled=True)
         model.__class__ = type(cls.__name__, (cls,), body)
     return model
@@ -99,6 +107,7 @@ class SpecGenerate:
         logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
+        inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
         mode = generation_config.get_generation_mode()
@@ -115,6 +124,7 @@ class SpecGenerate:
                 generation_config,
                 self.streamer,
                 model_kwargs,
+                encoder_inputs(model, inputs_tensor, len(input_ids)),
             )
         )
 
@@ -132,13 +142,43 @@ def _wrap_validate(original: Callable) -> Callable:
             raise ValueError(f"`assistant_model` is {given}; give a drafter, as AutoDrafter returns it, or a model.")
         if not is_drafter(drafter):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
-        if generation_mode_kwargs.get("assistant_tokenizer") is not None:
-            raise ValueError("`assistant_tokenizer` is given beside a drafter; drafters share the target's tokenizer.")
-        if generation_mode_kwargs.get("synced_gpus"):
-            raise ValueError("`synced_gpus` is on; drafters do not run under ZeRO-3 or FSDP generation yet.")
+        _check_beside(generation_mode_kwargs)
         check_call(self, drafter, str(getattr(generation_mode, "value", generation_mode)), generation_config)
 
     return _validate_generation_mode
+
+
+def _check_beside(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of `generate` that a drafter does not go with."""
+    if arguments.get("assistant_tokenizer") is not None:
+        raise ValueError("`assistant_tokenizer` is given beside a drafter; drafters share the target's tokenizer.")
+    if arguments.get("synced_gpus"):
+        raise ValueError("`synced_gpus` is on; drafters do not run under ZeRO-3 or FSDP generation yet.")
+
+
+def _wrap_whisper(original: Callable) -> Callable:
+    """Whisper's `generate` that takes drafters.
+
+    It lets a text begin with its end where it is given an `assistant_model`, so the drafter goes in by the other door.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = kwargs.get("assistant_model")
+        if is_name(drafter):
+            drafter = kept_drafter(self, drafter)
+        if not is_drafter(drafter):
+            return original(self, *args, **kwargs)
+        _check_beside(kwargs)
+        for name in ("assistant_model", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        call = signature.bind(self, *args, **kwargs).arguments
+        config, _ = self._prepare_generation_config(call.get("generation_config"), **call.get("kwargs", {}))
+        check_call(self, drafter, config.get_generation_mode().value, config)  # the other door checks after the encoder
+        return original(self, *args, custom_generate=SpecGenerate(drafter, kwargs.pop("streamer", None)), **kwargs)
+
+    return generate
 
 
 def _wrap_candidates(original: Callable) -> Callable:
@@ -197,6 +237,7 @@ def _wrap_decoding(original: Callable) -> Callable:
                 generation_config,
                 streamer,
                 model_kwargs,
+                encoder_inputs(self, inputs_tensor, len(input_ids)),
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -13,6 +13,7 @@ from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, Dyn
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
     MaxLengthCriteria,
 )
 
@@ -23,11 +24,12 @@ from ..decoding.processors import BlockProcessors
 from ..decoding.ragged_model import attention_windows, length_limit, max_positions
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
-from ..drafters.base import Drafter, DraftRequest
+from ..drafters.base import Drafter, DraftRequest, Source
 from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
 from ..verification import Noise
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
+from .encoder_decoder import dictionary
 from .own_target import why_not_served
 from .prepared import Prepared
 from .probe import check_ragged
@@ -49,6 +51,8 @@ _WITHOUT_EFFECT = {
     "target_lookbehind": 10,
 }
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # a dummy stands for a layer that shares
+
+Generated: TypeAlias = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor  # what a call may return
 
 
 def is_drafter(assistant_model: Any) -> TypeGuard[Drafter]:
@@ -138,7 +142,7 @@ def _check_cache(prepared: Prepared) -> None:
         )
 
 
-def generate(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def generate(prepared: Prepared) -> Generated:
     """Decode a batch with a drafter, over ragged rows.
 
     Returns:
@@ -161,7 +165,7 @@ def generate(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
             f"`output_{min(returned)}` with {batch_size} rows is not served with {processors.stateful[0]} and a "
             "drafter yet; leave it off or use one row."
         )
-    attention_mask = prepared.kwargs.get("attention_mask")
+    attention_mask = prepared.attention_mask
     if attention_mask is None and earlier:
         attention_mask = input_ids.new_ones(batch_size, earlier + prepared.width)
     rows = Rows(input_ids, attention_mask, prepared.pad_token_id)
@@ -209,12 +213,16 @@ def generate(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
 
 def output_of(
     prepared: Prepared, sequences: torch.Tensor, recorder: Recorder, cache: Any, stats: SpecStats
-) -> GenerateDecoderOnlyOutput | torch.Tensor:
+) -> Generated:
     """What the call returns: the sequences, or a dictionary with what was asked for and the statistics."""
     if not prepared.config.return_dict_in_generate:
         return sequences
-    recorded = {name: getattr(recorder, name) for name in RETURNED}
-    output = GenerateDecoderOnlyOutput(sequences=sequences, **recorded, cache=cache)
+    output: GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput
+    if prepared.model.config.is_encoder_decoder:
+        output = dictionary(sequences, recorder, cache, prepared.kwargs["encoder_outputs"], prepared.returned)
+    else:
+        recorded = {name: getattr(recorder, name) for name in RETURNED}
+        output = GenerateDecoderOnlyOutput(sequences=sequences, **recorded, cache=cache)
     output.specdec = stats
     return output
 
@@ -232,12 +240,13 @@ def draft_request(
     config: SpecConfig,
     noise: Noise | None,
     max_columns: int,
+    source: Source | None = None,
 ) -> DraftRequest:
     """What a session is told about the call; the arguments are those of DraftRequest."""
     return DraftRequest(
         rows=rows,
         attention_mask=attention_mask,
-        embedding=model.get_input_embeddings(),
+        embedding=None if model.config.is_encoder_decoder else model.get_input_embeddings(),
         head=model.get_output_embeddings(),
         process=lambda scores, slot: processors(scores, rows.processor_widths(slot), rows.ids),
         processors_read_ids=processors.read_ids,
@@ -245,6 +254,7 @@ def draft_request(
         vocab_size=model.config.get_text_config().vocab_size,
         noise=noise,
         max_columns=max_columns,
+        source=source,
     )
 
 

@@ -10,11 +10,13 @@ import inspect
 import math
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .encoder_decoder import text_name
 from .images import text_ids
 from .own_target import OwnModel, fresh_cache, why_not_own
 from .probe import configuration, distance, in_spreads
@@ -27,8 +29,11 @@ _ONE_AT_A_TIME = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict] = weakref.WeakKeyDictionary()
 
 
-def rollback_of(model: PreTrainedModel) -> str:
+def rollback_of(model: PreTrainedModel, encoded: Mapping[str, Any] | None = None) -> str:
     """How the model forgets: by "crop", by "replay", or "stepwise", where blocks give other logits than single tokens.
+
+    Args:
+        encoded: what comes from the encoder of an encoder-decoder, of one row of the call.
 
     Raises:
         ValueError: the model cannot be served over its own cache; the sentence says why.
@@ -40,36 +45,36 @@ def rollback_of(model: PreTrainedModel) -> str:
             raise ValueError(f"{name} is not served by drafters: {reason}.")
         if model.training:
             raise ValueError(f"{name} is in training mode, where no two forwards agree; call model.eval() first.")
-        verdicts[key], why = _choose(model)
+        verdicts[key], why = _choose(model, encoded or {})
         if verdicts[key] == "stepwise":
             warnings.warn(f"{name} generates without drafts, one token a step: {why}.", stacklevel=2)
     return verdicts[key]
 
 
-def _choose(model: PreTrainedModel) -> tuple[str, str]:
+def _choose(model: PreTrainedModel, encoded: Mapping[str, Any]) -> tuple[str, str]:
     """(rollback, why it is not a better one)."""
     total = _PROMPT + sum(right + 1 for _, right in _ROUNDS)
     ids = text_ids(model, 1, total)
     if model.config.get_text_config().model_type in _ONE_AT_A_TIME:
         return "stepwise", "its recurrent layers use their state for single tokens only"
     try:
-        expected, can_crop = _steps(model, ids)
+        expected, can_crop = _steps(model, ids, encoded)
     except torch.OutOfMemoryError:
         raise
     except Exception as cause:
         raise ValueError(
-            f"{type(model).__name__} is not served by drafters: the self-check runs it on text alone, which fails "
+            f"{type(model).__name__} is not served by drafters: the self-check runs it on random text, which fails "
             f"({type(cause).__name__}: {cause})."
         ) from cause
     if bool(expected.isnan().any()):
         raise ValueError(
             f"{type(model).__name__} gives NaN logits in {model.dtype}; look at its weights and its dtype."
         )
-    noise = _noise(model, ids, expected)
+    noise = _noise(model, ids, encoded, expected)
     why = ""
     for rollback in ("crop", "replay") if can_crop else ("replay",):
         try:
-            error, allowed = measure(model, rollback, ids, expected, noise)
+            error, allowed = measure(model, rollback, ids, encoded, expected, noise)
         except torch.OutOfMemoryError:
             raise
         except Exception as cause:  # a model's own code may fail in any way on blocks that it does not expect
@@ -86,17 +91,23 @@ def _choose(model: PreTrainedModel) -> tuple[str, str]:
 
 @torch.no_grad()
 def measure(
-    model: PreTrainedModel, rollback: str, ids: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor
+    model: PreTrainedModel,
+    rollback: str,
+    ids: torch.Tensor,
+    encoded: Mapping[str, Any],
+    expected: torch.Tensor,
+    noise: torch.Tensor,
 ) -> tuple[float, float]:
     """(error, allowed error) of blocks with rejected drafts, in units of the logits' standard deviation.
 
     Args:
         rollback: "crop" or "replay".
         ids: [1, columns] a text.
+        encoded: as in `rollback_of`.
         expected: [1, columns - prompt + 1, V] logits of one-token steps from the prompt's last token on.
         noise: as in `in_spreads`.
     """
-    own = _start(model, ids, rollback)
+    own = _start(model, ids, encoded, rollback)
     logits = own.prefill().logits[:, -1:].float()
     errors, columns = [distance(logits[0], expected[0, :1])], _PROMPT
     vocab_size = model.config.get_text_config().vocab_size
@@ -112,9 +123,9 @@ def measure(
 
 
 @torch.no_grad()
-def _steps(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def _steps(model: PreTrainedModel, ids: torch.Tensor, encoded: Mapping[str, Any]) -> tuple[torch.Tensor, bool]:
     """([1, columns - prompt + 1, V] logits of one-token steps, whether all layers of the cache say they can crop)."""
-    own = _start(model, ids, "stepwise")
+    own = _start(model, ids, encoded, "stepwise")
     steps = [own.prefill().logits[:, -1:]]
     can_crop = getattr(own.cache, "is_croppable", False) is True
     steps += [own.forward(ids[:, : column + 1], 0).logits[:, -1:] for column in range(_PROMPT, ids.shape[1])]
@@ -122,23 +133,25 @@ def _steps(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, boo
 
 
 @torch.no_grad()
-def _noise(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _noise(
+    model: PreTrainedModel, ids: torch.Tensor, encoded: Mapping[str, Any], expected: torch.Tensor
+) -> torch.Tensor:
     """[1, m] how far the steps are from a forward over the whole text; zeros where that is not to be had."""
     try:
-        whole = model(input_ids=ids, use_cache=False).logits[:, _PROMPT - 1 :].float()
-        return distance(whole, expected)
+        whole = model(**{text_name(model, "input_ids"): ids}, **encoded, use_cache=False).logits
+        return distance(whole[:, _PROMPT - 1 :].float(), expected)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # then only the floor counts
         return expected.new_zeros(1, 1)
 
 
-def _start(model: PreTrainedModel, ids: torch.Tensor, rollback: str) -> OwnModel:
+def _start(model: PreTrainedModel, ids: torch.Tensor, encoded: Mapping[str, Any], rollback: str) -> OwnModel:
     """One row of `ids` with the inputs that `generate` would prepare for a prompt."""
 
-    kwargs: dict[str, Any] = {"use_cache": True, "cache": fresh_cache(model)}
+    kwargs: dict[str, Any] = {"use_cache": True, "cache": fresh_cache(model), **encoded}
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters:
+    if "position_ids" in parameters and not model.config.is_encoder_decoder:
         kwargs["position_ids"] = torch.arange(_PROMPT, device=ids.device)[None]
     if "logits_to_keep" in parameters:
         kwargs["logits_to_keep"] = 1

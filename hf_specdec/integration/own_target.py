@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMode
 
 from ..decoding.outputs import States
 from ..decoding.ragged_model import why_not_ragged
@@ -26,14 +26,13 @@ from ..drafters.base import Signals, TargetSignals
 from ..scheduling import Governor
 from ..verification import Draft
 from .compat import TOKEN_TYPES, new_token_types
+from .encoder_decoder import text_layers, text_name
 from .images import image_layers
 from .taps import Taps
 
 
 def why_not_own(model: PreTrainedModel) -> str | None:
     """Why `model` cannot be served over its own cache, as far as its source tells; None where nothing does."""
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
     if "cache" not in inspect.signature(model.forward).parameters:
         return "its forward takes no `cache`"
     return None
@@ -137,7 +136,7 @@ class OwnModel:
         if self.filled < ids.shape[1] - 1:
             self._run(ids[:, :-1], 1)
         if self.rollback == "crop":
-            for layer in self.cache.layers:
+            for layer in text_layers(self.cache):
                 layer.record_past = False
         return self.cache
 
@@ -145,13 +144,14 @@ class OwnModel:
         """One forward over the columns of `ids` that the cache has not read."""
         total, num_tokens = ids.shape[1], ids.shape[1] - self.filled
         kwargs = dict(self.kwargs)
-        if (positions := kwargs.get("position_ids")) is not None:
+        position_ids, attention_mask = text_name(self.model, "position_ids"), text_name(self.model, "attention_mask")
+        if (positions := kwargs.get(position_ids)) is not None:
             more = torch.arange(1, total - positions.shape[-1] + 1, device=positions.device)
             more = positions[..., -1:] + more
-            kwargs["position_ids"] = torch.cat([positions, more], dim=-1)
-        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs[position_ids] = torch.cat([positions, more], dim=-1)
+        if (mask := kwargs.get(attention_mask)) is not None:
             ones = mask.new_ones(mask.shape[0], total - mask.shape[1])
-            kwargs["attention_mask"] = torch.cat([mask, ones], dim=-1)
+            kwargs[attention_mask] = torch.cat([mask, ones], dim=-1)
         for key in TOKEN_TYPES:
             if (types := kwargs.get(key)) is not None:
                 more = new_token_types(key, types).expand(-1, total - types.shape[1])
@@ -265,8 +265,8 @@ class ReplayGovernor(Governor):
             super().observe(drafted, accepted, draft_time, verify_time)
 
 
-def fresh_cache(model: PreTrainedModel) -> DynamicCache | None:
+def fresh_cache(model: PreTrainedModel) -> Any:
     """The cache that `generate` would make for one row; None where the model makes its own."""
-    if not model._supports_default_dynamic_cache():
-        return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    kwargs: dict[str, Any] = {}
+    model._prepare_cache_for_generation(GenerationConfig(), kwargs, GenerationMode.GREEDY_SEARCH, 1, max_cache_length=0)
+    return kwargs.get("cache")

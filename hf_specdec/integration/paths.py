@@ -6,17 +6,14 @@ targets keep their own cache and are served row by row; those that even that doe
 
 from __future__ import annotations
 
-import torch
-from transformers.generation import GenerateDecoderOnlyOutput
-
 from ..decoding.ragged_model import why_not_ragged
-from .generate import generate
+from .generate import Generated, generate
 from .prepared import Prepared
 from .probe import NotRagged
 from .row_by_row import generate_row_by_row
 
 
-def decode(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def decode(prepared: Prepared) -> Generated:
     """Decode with a drafter, on the path that the target takes."""
     if why_not_ragged(prepared.model) is None:
         try:

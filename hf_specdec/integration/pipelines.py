@@ -1,10 +1,10 @@
 """Pipelines: `pipeline(..., assistant_model=X)` where X is a drafter, or the name or folder of one.
 
 transformers would load a name as a whole model with a tokenizer beside it, which drafter repositories are not. Here a
-name is looked at first: what AutoDrafter knows is loaded by it, a whole model of another kind (an encoder-decoder, say)
-is left to transformers, and anything else is refused.
+name is looked at first: what AutoDrafter knows is loaded by it, a whole model of another kind is left to transformers,
+and anything else is refused.
 
-A smaller causal language model becomes our `draft_model` drafter, because that serves batches, several sequences and
+A smaller language model becomes our `draft_model` drafter, because that serves batches, several sequences and
 draft lengths, which transformers' own assisted generation does not; the text is the same. transformers keeps the pairs
 that only it serves: another tokenizer than the target's, or a target or draft model that our loop does not take.
 

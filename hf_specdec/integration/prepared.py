@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from ..decoding.outputs import RETURNED
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, Source
+from .encoder_decoder import source_of, text_name
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Prepared:
         config: the options, with nothing left open.
         streamer: of the user, or None.
         kwargs: inputs of the model: mask, positions, the cache and the rest.
+        encoder_inputs: [B, ...] what the target's encoder was given, where it has one and that is known.
     """
 
     model: PreTrainedModel
@@ -34,6 +36,7 @@ class Prepared:
     config: GenerationConfig
     streamer: Any | None
     kwargs: dict[str, Any]
+    encoder_inputs: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -61,9 +64,21 @@ class Prepared:
         return frozenset(name for name in RETURNED if getattr(self.config, f"output_{name}"))
 
     @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """[B, E + W] of the text; None where nothing is padded."""
+        return self.kwargs.get(text_name(self.model, "attention_mask"))
+
+    @property
+    def source(self) -> Source | None:
+        """What the target's encoder read and gave; None where it has none."""
+        if not self.model.config.is_encoder_decoder:
+            return None
+        return source_of(self.encoder_inputs, self.kwargs, self.model.config.get_text_config().vocab_size)
+
+    @property
     def earlier(self) -> int:
         """Columns before the prompt: a text in a cache whose ids were not given again, or embeddings."""
-        mask = self.kwargs.get("attention_mask")
+        mask = self.attention_mask
         # A mask that hides nothing has been taken away; its length has been written down.
         columns = getattr(self.config, "_mask_length", self.width) if mask is None else mask.shape[1]
         return columns - self.width

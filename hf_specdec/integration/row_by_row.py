@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, MaxTimeCriteria, logits_process
+from transformers.generation import MaxTimeCriteria, logits_process
 
 from ..config import SpecConfig
 from ..decoding.loop import Call, speculate
@@ -26,14 +26,24 @@ from ..decoding.rows import Rows
 from ..metrics import RowStats, SpecStats
 from ..verification import Noise
 from .compat import TOKEN_TYPES
-from .generate import call_noise, check_inputs, draft_request, num_draft_tokens, output_of, resolve, stops_of
+from .encoder_decoder import from_encoder, row_of_inputs
+from .generate import (
+    Generated,
+    call_noise,
+    check_inputs,
+    draft_request,
+    num_draft_tokens,
+    output_of,
+    resolve,
+    stops_of,
+)
 from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
 from .own_probe import rollback_of
 from .own_target import OwnModel, OwnTarget, ReplayGovernor, fresh_cache
 from .prepared import Prepared
 
 
-def generate_row_by_row(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
+def generate_row_by_row(prepared: Prepared) -> Generated:
     """As `generate.generate`, where the target cannot run over ragged rows.
 
     Returns:
@@ -42,7 +52,9 @@ def generate_row_by_row(prepared: Prepared) -> GenerateDecoderOnlyOutput | torch
     _check(prepared)
     batch_size = prepared.batch_size
     config = resolve(prepared.drafter, prepared.config)
-    rollback = rollback_of(prepared.model)  # the first forward passes, so it comes after every refusal that needs none
+    # The first forward passes of the text come after every refusal that needs none.
+    encoded = from_encoder(one_row(prepared, 0).kwargs) if prepared.model.config.is_encoder_decoder else {}
+    rollback = rollback_of(prepared.model, encoded)
     noise, seed = call_noise(config, prepared.config, prepared.input_ids)
     stats = SpecStats(rule=config.rule, kernels="torch", cache=OwnTarget.cache, rollback=rollback, seed=seed)
     done: list[tuple[Call, Rows]] = []
@@ -92,12 +104,11 @@ def _run_padding(call: Call, rows: Rows, end: int) -> None:
 
 def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | None) -> tuple[Call, Rows]:
     """The loop's call for a row, and the row."""
-    mask = row.kwargs.get("attention_mask")
-    rows = Rows(row.input_ids, mask, row.pad_token_id)
+    rows = Rows(row.input_ids, row.attention_mask, row.pad_token_id)
     length, longest = num_draft_tokens(row.drafter, row.config) if target.rollback != "stepwise" else (0, 0)
     max_columns = max(row.max_width, row.width + 1) + longest + 1
     processors = BlockProcessors(row.processors)
-    request = draft_request(row.model, rows, mask, processors, config, noise, max_columns)
+    request = draft_request(row.model, rows, row.attention_mask, processors, config, noise, max_columns, row.source)
     limit = max_positions(row.model)
     call = Call(
         target=target,
@@ -123,14 +134,17 @@ def one_row(prepared: Prepared, row: int) -> Prepared:
     return replace(
         prepared,
         input_ids=prepared.input_ids[row : row + 1],
-        processors=[row_processor(processor, row) for processor in prepared.processors],
+        processors=[row_processor(processor, row, prepared.batch_size) for processor in prepared.processors],
         streamer=None,
         kwargs={**row_inputs(prepared, row), "cache": fresh_cache(prepared.model)},
+        encoder_inputs=None if prepared.encoder_inputs is None else prepared.encoder_inputs[row : row + 1],
     )
 
 
 def row_inputs(prepared: Prepared, row: int) -> dict[str, Any]:
     """What `generate` prepared for one row of a batch."""
+    if prepared.model.config.is_encoder_decoder:
+        return row_of_inputs(prepared.kwargs, row, prepared.batch_size)
     kwargs = dict(prepared.kwargs)
     if (features := kwargs.get("mm_encoder_outputs")) is not None:
         kwargs["mm_encoder_outputs"] = features_of_row(prepared.model, prepared.input_ids, features, row)
@@ -142,7 +156,7 @@ def row_inputs(prepared: Prepared, row: int) -> dict[str, Any]:
     return kwargs
 
 
-def row_processor(processor: Any, row: int) -> Any:
+def row_processor(processor: Any, row: int, batch_size: int) -> Any:
     """A processor of a batch as it treats one of its rows."""
     if isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor):
         allowed = partial(processor._prefix_allowed_tokens_fn, row // processor._num_beams)
@@ -155,8 +169,9 @@ def row_processor(processor: Any, row: int) -> Any:
         processor = copy.copy(processor)
         processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
     elif isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        source = row * processor.batch_size // batch_size  # `num_return_sequences` rows have one
         processor = copy.copy(processor)
-        processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[row : row + 1], 1
+        processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[source : source + 1], 1
     return processor
 
 
@@ -166,12 +181,12 @@ def _check(prepared: Prepared) -> None:
     name, batch_size = type(model).__name__, prepared.batch_size
     if getattr(kwargs.get("cache"), "_is_user_defined", False):
         raise ValueError(f"`cache` is yours, which is not served with {name} and a drafter yet; leave it out.")
-    if kwargs.get("inputs_embeds") is not None:
+    if kwargs.get("inputs_embeds") is not None and not model.config.is_encoder_decoder:
         raise ValueError(f"`inputs_embeds` is not served with {name} and a drafter yet; give `input_ids`.")
     if image_layers(model) and (reason := why_images_not_served(kwargs)):
         raise ValueError(f"{reason} with {name} and a drafter.")
     check_inputs(prepared)
-    mask = kwargs.get("attention_mask")
+    mask = prepared.attention_mask
     if mask is not None and (unknown := unknown_layers(fresh_cache(model))) and bool((mask == 0).any()):
         raise ValueError(
             f"{name} is served without padding only: its cache has layers of class {', '.join(unknown)}, which may "
@@ -188,6 +203,8 @@ def _check(prepared: Prepared) -> None:
         raise ValueError(f"`max_time` {one_by_one}; give one row at a time.")
     if stateful := BlockProcessors(prepared.processors).stateful:
         raise ValueError(f"{stateful[0]} {one_by_one}; give one row at a time.")
+    if model.config.is_encoder_decoder:
+        return  # every tensor has the rows first
     known = ("position_ids", "cache", "mm_encoder_outputs", *_row_inputs(model))
     others = [key for key, value in kwargs.items() if _holds_tensors(value) and key not in known]
     if not fill_placeholders(model, prepared.input_ids, kwargs.get("mm_encoder_outputs")):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..decoding.outputs import States
 from ..drafters.base import Signals, TargetSignals
+from .encoder_decoder import text_name
 
 
 class Taps:
@@ -74,7 +75,8 @@ class Taps:
         if not self.returned:
             return None
         hidden_states, attentions = (
-            output.get(name) if name in self.returned else None for name in ("hidden_states", "attentions")
+            output.get(text_name(self.model, name)) if name in self.returned else None
+            for name in ("hidden_states", "attentions")
         )
         if num_rows is not None and hidden_states is not None:
             hidden_states = tuple(state[:, -num_rows:] for state in hidden_states)

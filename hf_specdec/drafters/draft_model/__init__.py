@@ -1,8 +1,8 @@
-"""A smaller causal language model as the drafter."""
+"""A smaller language model as the drafter."""
 
 from ..auto import Method, register
 from .checkpoints import detect, load
-from .session import DraftModelDrafter
+from .drafter import DraftModelDrafter
 
 __all__ = ["DraftModelDrafter"]
 

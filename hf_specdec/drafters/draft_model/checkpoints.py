@@ -1,4 +1,4 @@
-"""Which repositories are ordinary causal language models, and loading one as a drafter.
+"""Which repositories are ordinary language models, causal or encoder-decoders, and loading one as a drafter.
 
 Many drafters of other methods call themselves `LlamaForCausalLM` and the like. Taken for a whole model they would load
 with random weights in the places that are missing, so every tensor has to be accounted for.
@@ -11,22 +11,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from ..auto import DrafterFormat, Repository
 from ..base import UnfitDraftModel
-from .session import DraftModelDrafter
+from .drafter import DraftModelDrafter
 
 # Tensors of EAGLE, MTP, DFlash and DSpark heads; no whole language model has them at its top.
 _HEAD_TENSORS = ("d2t", "t2d", "fc.weight", "midlayer.", "model.fc.", "enorm.", "hnorm.", "markov", "mask_embedding")
 _HEAD_FIELDS = ("eagle_config", "dflash_config", "draft_vocab_size", "speculators_model_type", "markov_rank")
 
 
+# (what it is, class that loads it, the classes that it knows); a type may be among several
+_KINDS = (
+    ("causal LM", AutoModelForCausalLM, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())),
+    ("encoder-decoder", AutoModelForSeq2SeqLM, set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())),
+    ("speech encoder-decoder", AutoModelForSpeechSeq2Seq, set(MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values())),
+)
+
+
+def _kind(architectures: Any) -> tuple[str, Any] | None:
+    """(what it is, class that loads it) of a config's `architectures`; None for what is no language model."""
+    if not (isinstance(architectures, list) and len(architectures) == 1 and isinstance(architectures[0], str)):
+        return None
+    return next((kind[:2] for kind in _KINDS if architectures[0] in kind[2]), None)
+
+
 def detect(repository: Repository) -> DrafterFormat | None:
-    """A causal language model of transformers, with an embedding and without any tensor of a drafter head."""
+    """A language model of transformers, with an embedding and without any tensor of a drafter head."""
     architectures = repository.config.get("architectures")
-    if architectures not in [[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]:
+    kind = _kind(architectures)
+    if architectures is None or kind is None:
         return None
     if any(field in repository.config for field in _HEAD_FIELDS):
         return None
@@ -37,7 +62,7 @@ def detect(repository: Repository) -> DrafterFormat | None:
         return None
     return DrafterFormat(
         method="draft_model",
-        variant="transformers causal LM",
+        variant=f"transformers {kind[0]}",
         reason=f"config.json names {architectures[0]}, and no tensor or field belongs to a drafter head",
     )
 
@@ -48,13 +73,15 @@ def load(
     """Load the model.
 
     Raises:
-        UnfitDraftModel: the tokenizers differ, or the model cannot run over ragged rows.
+        UnfitDraftModel: the tokenizers differ, or the model cannot draft.
         ValueError: tensors are missing, surplus or of another shape.
     """
     check_same_tokenizer(repository.path, target)
     DraftModelDrafter.check_options(**overrides)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        kind = _kind(repository.config.get("architectures"))
+        assert kind is not None  # detected
+        model, info = kind[1].from_pretrained(
             repository.path,
             dtype=dtype,
             local_files_only=True,

@@ -7,67 +7,30 @@ costs k of its forwards and nothing is prepared twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...decoding.ragged_model import RaggedModel, max_positions, why_not_ragged
+from ...decoding.ragged_model import RaggedModel, max_positions
 from ...verification import Draft, Verdict
-from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, Signals, UnfitDraftModel
+from ..base import DraftRequest, DraftSession, Signals
 from ..common.chain import draw_chain
-
-_MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
-_MOST_PADDING_SHARE = 0.1
-
-
-class DraftModelDrafter(Drafter):
-    """A causal language model with the target's tokenizer.
-
-    Args:
-        model: the draft model. Its vocabulary may be padded to another size than the target's.
-        options: fields of SpecConfig.
-    """
-
-    method = "draft_model"
-    default_num_draft_tokens = 5
-
-    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        super().__init__(**options)
-        reason = why_not_ragged(model)
-        if reason is not None:
-            raise UnfitDraftModel(f"{type(model).__name__} cannot be a draft model: {reason}.")
-        self.model = model
-
-    def check_target(self, target: PreTrainedModel) -> None:
-        ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
-        difference = abs(ours.vocab_size - theirs.vocab_size)
-        if difference > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours.vocab_size, theirs.vocab_size)):
-            raise UnfitDraftModel(
-                f"the draft model has a vocabulary of {ours.vocab_size} and the target one of {theirs.vocab_size}; "
-                "a draft model needs the target's tokenizer (sizes may differ by padding only)."
-            )
-        for name in SPECIAL_TOKENS[:2]:  # padding is often set per use
-            a, b = getattr(ours, name, None), getattr(theirs, name, None)
-            if a is not None and b is not None and not set(_as_list(a)) & set(_as_list(b)):
-                raise UnfitDraftModel(
-                    f"the draft model's {name} is {a} and the target's {b}; a draft model needs the target's tokenizer."
-                )
-
-    def start(self, request: DraftRequest) -> DraftSession:
-        return DraftModelSession(self, request)
 
 
 class DraftModelSession(DraftSession):
     """The draft model's cache and what of it is still right.
 
+    Args:
+        model: the draft model.
+        request: the call.
+
     Attributes:
         valid: columns of each row whose keys and values in the draft's cache belong to the row's text.
     """
 
-    def __init__(self, drafter: DraftModelDrafter, request: DraftRequest) -> None:
-        self.model = drafter.model
+    def __init__(self, model: PreTrainedModel, request: DraftRequest) -> None:
+        self.model = model
         self.request, self.rows = request, request.rows
         self.ragged: RaggedModel | None = None
         self.padding = (self.rows.lengths - self.rows.positions).to(self.model.device)  # [B] left padding
@@ -106,7 +69,7 @@ class DraftModelSession(DraftSession):
     def _catch_up(self) -> torch.Tensor:
         """Run what the draft model has not seen of the text; [B, 1, V'] logits of the next token."""
         rows = self.rows
-        if self.ragged is None:
+        if not any(self.valid):
             logits = self._prefill()
         else:
             # Rows that miss less run some of their text again, which writes the same values.
@@ -148,7 +111,3 @@ class DraftModelSession(DraftSession):
         vocab_size = self.request.vocab_size
         logits = logits[..., :vocab_size].to(self.rows.ids.device, torch.float32)
         return nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
-
-
-def _as_list(ids: int | list[int]) -> list[int]:
-    return ids if isinstance(ids, list) else [ids]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..auto import DrafterFormat, Repository
+from ..base import check_decoder_only
 from .config_files import read_config
 from .configuration import Eagle3Config
 from .fields import Fields
@@ -82,6 +83,7 @@ def load(
     Raises:
         ValueError: tensors are missing, surplus or of a wrong shape, or the target is another one.
     """
+    check_decoder_only(target, Eagle3Drafter.method)
     Eagle3Drafter.check_options(**overrides)
     tensors = read_tensors(repository)
     config, guessed = read_config(repository, tensors, target, aux_layers, norm_output)

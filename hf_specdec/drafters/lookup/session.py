@@ -1,5 +1,7 @@
 """Prompt lookup: what followed the last time this text was written (Saxena 2023, "Prompt Lookup Decoding").
 
+An encoder-decoder's text is searched together with what its encoder read, which summaries and edits copy from.
+
 An index of short n-grams finds the earlier places that end like the text does now. They are ranked by how far back
 they agree with the text, then by recency, and the tokens after the best one are the draft. Cost: one dictionary entry
 per token, one look-up per draft, all on the host, next to nothing when nothing matches.
@@ -51,12 +53,17 @@ class LookupDrafter(Drafter):
 class LookupSession(DraftSession):
     def __init__(self, drafter: LookupDrafter, request: DraftRequest) -> None:
         self.rows, self.vocab_size = request.rows, request.vocab_size
+        read = None if request.source is None else request.source.ids
+        self.sources = read or [[] for _ in self.rows.texts]
         self.indices = [
-            NgramIndex(text, drafter.min_ngram, drafter.max_ngram, drafter.max_candidates) for text in self.rows.texts
+            NgramIndex(list(source), drafter.min_ngram, drafter.max_ngram, drafter.max_candidates)
+            for source in self.sources
         ]
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
         device = self.rows.ids.device
+        for index, source, text in zip(self.indices, self.sources, self.rows.texts, strict=True):
+            index.text.extend(text[len(index.text) - len(source) :])
         drafts = [
             self._within_vocabulary(index.continuation(k)) if k > 0 and not done else []
             for index, k, done in zip(self.indices, budget, self.rows.finished, strict=True)
