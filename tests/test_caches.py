@@ -170,7 +170,7 @@ def test_embeddings_as_a_prompt_give_the_text_of_plain_generate(name, batch):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda config: StaticCache(config=config, max_cache_len=64), "`cache` is a StaticCache"),
+        (lambda config: StaticCache(config=config, max_cache_len=64, offloading=True), "`cache` is a StaticCache"),
         (lambda config: DynamicCache(config=config, offloading=True), "`cache` is a DynamicCache"),
     ],
 )

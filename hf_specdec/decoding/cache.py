@@ -14,7 +14,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -106,18 +106,19 @@ class RaggedCache(Cache):
     def _filled_layers(self) -> list[RaggedLayer]:
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer) and layer.is_initialized]
 
-    def load(self, cache: DynamicCache) -> None:
+    def load(self, cache: DynamicCache | StaticCache) -> None:
         """Take over a text that was read before; sliding layers hold no more of it than their window."""
-        length = cache.get_seq_length()
+        length = int(cache.get_seq_length())  # a static cache counts on the device
         self.reserve(length)
         for layer, source in zip(self.layers, cache.layers, strict=False):
             if isinstance(layer, RaggedLayer) and source.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
-                first = length - source.keys.shape[2]
-                layer.keys[:, :, first:length], layer.values[:, :, first:length] = source.keys, source.values
+                held = min(length, source.keys.shape[2])  # a static layer has more slots than tokens
+                layer.keys[:, :, length - held : length] = source.keys[:, :, :held]
+                layer.values[:, :, length - held : length] = source.values[:, :, :held]
                 layer.filled = length
 
-    def append_to(self, cache: DynamicCache, first: int, end: int) -> DynamicCache:
+    def append_to(self, cache: Cache, first: int, end: int) -> Cache:
         """Append slots `first` to `end` to a cache of transformers, as the model would have."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, RaggedLayer) and layer.is_initialized and first < end:
@@ -169,7 +170,9 @@ class RaggedLayer(CacheLayerMixin):
             self.owner.reserve(view)
             self.filled = view
         else:
-            first, view = self.owner.common_offset, self.owner.view
+            view = self.owner.view
+            # Compiled, rows in step and rows apart share one graph.
+            first = None if torch.compiler.is_compiling() else self.owner.common_offset
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .cache import ATTENTION_LAYERS, RaggedCache
+from .placement import input_device
 
 _KEEP_SHARE = 0.75  # rows are dropped when at most this share is left: dropping copies the cache of the others
 
@@ -97,6 +98,7 @@ class RaggedModel:
         batch_size: B.
         max_slots: most slots that a row will need.
         keeps_caches: whether the caches of dropped rows are put aside for `restore`.
+        device: of the forwards' inputs; by default where the model takes them.
     """
 
     def __init__(
@@ -106,11 +108,12 @@ class RaggedModel:
         batch_size: int,
         max_slots: int,
         keeps_caches: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.config = model.config.get_text_config()
+        device = input_device(model) if device is None else device
         self.cache = RaggedCache(self.config, max_slots)
-        device = model.device
         self.padding = None if prompt_mask is None else (prompt_mask == 0).to(device)  # [B, W] True at padding
         self.slots = torch.arange(0, device=device)
         self.additive = self.config._attn_implementation in _ADDITIVE_MASK

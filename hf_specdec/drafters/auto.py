@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..decoding.placement import input_device
 from .base import Drafter
 
 _METHOD_MODULES = (
@@ -158,7 +159,7 @@ class AutoDrafter:
         load = methods()[detected.method].from_repository
         assert load is not None  # a method that detects also loads
         dtype = dtype if dtype is not None else target.dtype
-        device = device if device is not None else target.device
+        device = device if device is not None else input_device(target)
         return load(repository, target=target, dtype=dtype, device=device, **overrides).bind(target)
 
     @classmethod

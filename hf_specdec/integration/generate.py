@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -28,6 +27,7 @@ from ..drafters.base import Drafter, DraftRequest, Source
 from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
 from ..verification import Noise
+from .caches import check_cache, check_implementation
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
 from .encoder_decoder import dictionary
 from .own_target import why_not_served
@@ -50,7 +50,6 @@ _WITHOUT_EFFECT = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # a dummy stands for a layer that shares
 
 Generated: TypeAlias = GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput | torch.Tensor  # what a call may return
 
@@ -79,15 +78,18 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     for option, default in _WITHOUT_EFFECT.items():
         if getattr(config, option, None) not in (None, default):
             warnings.warn(f"`{option}` belongs to transformers' own assistants and has no effect here.", stacklevel=2)
+    if config.compile_config is not None:
+        warnings.warn(
+            "`compile_config` has no effect beside a drafter; compile the model itself, for instance by "
+            "model.forward = torch.compile(model.forward, dynamic=True).",
+            stacklevel=2,
+        )
     for option, what in _FOREIGN_OPTIONS.items():
         if getattr(config, option, None):
             raise ValueError(f"`{option}` is {getattr(config, option)!r} beside a drafter: {what}.")
     if config.use_cache is False:
         raise ValueError("`use_cache` is False; speculative decoding needs the cache, leave it on.")
-    if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
-            f"`cache_implementation` is {config.cache_implementation!r}; a drafter brings its own cache, leave it out."
-        )
+    check_implementation(model, config)
     reason = why_not_served(model)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
@@ -124,24 +126,6 @@ def check_inputs(prepared: Prepared) -> None:
         raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
 
 
-def _check_cache(prepared: Prepared) -> None:
-    """Refuse caches of other kinds than transformers' dynamic one, and of lengths that do not fit the prompt."""
-    cache: Any = prepared.kwargs.get("cache")
-    kinds = {type(layer) for layer in getattr(cache, "layers", ())}
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or kinds - set(_CACHE_LAYERS):
-        layers = f" with {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else ""
-        raise ValueError(
-            f"`cache` is a {type(cache).__name__}{layers}; a drafter continues a DynamicCache that is not offloaded. "
-            "Give one, or leave it out."
-        )
-    length, width, earlier = cache.get_seq_length(), prepared.width, prepared.earlier
-    if length and not (length == earlier or (earlier == 0 and length < width)):
-        raise ValueError(
-            f"`cache` holds {length} tokens beside `input_ids` of {width} and an attention mask of {width + earlier}; "
-            "give the whole text's ids, or the new ones with the whole text's mask."
-        )
-
-
 def generate(prepared: Prepared) -> Generated:
     """Decode a batch with a drafter, over ragged rows.
 
@@ -153,7 +137,7 @@ def generate(prepared: Prepared) -> Generated:
         NotRagged: the target has to take another path; nothing has been run or given away then.
     """
     check_inputs(prepared)
-    _check_cache(prepared)
+    check_cache(prepared)
     model, drafter, input_ids, earlier = prepared.model, prepared.drafter, prepared.input_ids, prepared.earlier
     batch_size, returned = prepared.batch_size, prepared.returned
     config = resolve(drafter, prepared.config)

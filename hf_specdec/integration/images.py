@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import utils as generation_utils
 
+from ..decoding.placement import input_device
+
 # Inputs of models with `image_layers`, all of them [B, ...].
 IMAGE_LAYER_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 
@@ -40,7 +42,7 @@ def text_ids(model: PreTrainedModel, num_rows: int, num_columns: int) -> torch.T
         placeholder = getattr(model.config, f"{modality}_token_id", None)
         if isinstance(placeholder, int):
             ids.masked_fill_(ids == placeholder, 0)
-    return ids.to(model.device)
+    return ids.to(input_device(model))
 
 
 def fill_placeholders(model: PreTrainedModel, input_ids: torch.Tensor, features: dict[str, Any] | None) -> bool:

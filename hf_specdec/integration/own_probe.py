@@ -45,7 +45,8 @@ def rollback_of(model: PreTrainedModel, encoded: Mapping[str, Any] | None = None
             raise ValueError(f"{name} is not served by drafters: {reason}.")
         if model.training:
             raise ValueError(f"{name} is in training mode, where no two forwards agree; call model.eval() first.")
-        verdicts[key], why = _choose(model, encoded or {})
+        with torch.compiler.set_stance("force_eager"):  # its shapes come once and would cost a graph each
+            verdicts[key], why = _choose(model, encoded or {})
         if verdicts[key] == "stepwise":
             warnings.warn(f"{name} generates without drafts, one token a step: {why}.", stacklevel=2)
     return verdicts[key]

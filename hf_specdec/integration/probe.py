@@ -12,6 +12,7 @@ import weakref
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..decoding.placement import input_device
 from ..decoding.ragged_model import RaggedModel
 from .images import text_ids
 
@@ -37,7 +38,8 @@ def check_ragged(model: PreTrainedModel) -> None:
     verdicts, key = _verdicts.setdefault(model, {}), configuration(model)
     if key not in verdicts:
         try:
-            verdicts[key] = measure(model)
+            with torch.compiler.set_stance("force_eager"):  # its shapes come once and would cost a graph each
+                verdicts[key] = measure(model)
         except torch.OutOfMemoryError:
             raise
         except Exception as cause:  # a model's own code may fail in any way on masks that it does not expect
@@ -64,7 +66,7 @@ def configuration(model: PreTrainedModel) -> tuple:
 @torch.no_grad()
 def measure(model: PreTrainedModel) -> tuple[float, float]:
     """(error, allowed error) of ragged logits against one-token steps, in units of the logits' standard deviation."""
-    device, width = model.device, max(_LENGTHS)
+    device, width = input_device(model), max(_LENGTHS)
     vocab_size = model.config.get_text_config().vocab_size
     ids = text_ids(model, 2, width + _STEPS)
     padding = torch.tensor([width - length for length in _LENGTHS], device=device)[:, None]

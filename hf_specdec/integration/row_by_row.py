@@ -25,6 +25,7 @@ from ..decoding.rollback import unknown_layers
 from ..decoding.rows import Rows
 from ..metrics import RowStats, SpecStats
 from ..verification import Noise
+from .caches import with_growing_cache
 from .compat import TOKEN_TYPES
 from .encoder_decoder import from_encoder, row_of_inputs
 from .generate import (
@@ -50,6 +51,7 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
         What plain decoding returns. A streamer is given the columns of a batch once all of its rows are there.
     """
     _check(prepared)
+    asked_for, prepared = prepared, with_growing_cache(prepared)
     batch_size = prepared.batch_size
     config = resolve(prepared.drafter, prepared.config)
     # The first forward passes of the text come after every refusal that needs none.
@@ -85,7 +87,8 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
     for call, rows in done:
         _run_padding(call, rows, sequences.shape[1] - 1)
     recorder = Recorder.joined([call.recorder for call, _ in done])
-    returns_cache = batch_size == 1 and prepared.config.return_dict_in_generate  # rows' caches were never one
+    # Rows' caches were never one, and a static cache that was asked for was never filled.
+    returns_cache = batch_size == 1 and prepared.config.return_dict_in_generate and prepared is asked_for
     return output_of(prepared, sequences, recorder, target.filled_cache(rows) if returns_cache else None, stats)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from ..decoding.outputs import States
 from ..decoding.ragged_model import RaggedModel
@@ -44,9 +44,10 @@ class RaggedTarget:
         self.keeps_rows, self.earlier = keeps_rows, prepared.earlier
         self.states: States | None = None
         prompt_mask, max_slots = prepared.kwargs.get("attention_mask"), prepared.earlier + max_columns
-        self.ragged = RaggedModel(self.model, prompt_mask, prepared.batch_size, max_slots, returns_cache)
-        self.given: DynamicCache = prepared.kwargs["cache"]
-        self.num_given = self.given.get_seq_length()
+        device = self.input_ids.device
+        self.ragged = RaggedModel(self.model, prompt_mask, prepared.batch_size, max_slots, returns_cache, device)
+        self.given: DynamicCache | StaticCache = prepared.kwargs["cache"]
+        self.num_given = int(self.given.get_seq_length())
         if self.num_given:
             self.ragged.cache.load(self.given)
         self.taps = Taps(self.model, prepared.drafter.signals, prepared.returned, self.ragged.spread)
@@ -88,7 +89,7 @@ class RaggedTarget:
     def _logits(self, output: Any) -> torch.Tensor:
         return output.logits.to(self.input_ids.device, torch.float32)
 
-    def filled_cache(self, rows: Rows) -> DynamicCache:
+    def filled_cache(self, rows: Rows) -> Cache:
         """The cache that `generate` was given or had made, filled as plain decoding fills it; rows end together."""
         self.ragged.restore()
         return self.ragged.cache.append_to(self.given, self.num_given, self.earlier + max(rows.widths) - 1)

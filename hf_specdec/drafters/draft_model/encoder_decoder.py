@@ -87,7 +87,7 @@ class EncoderDecoderSession(DraftModelSession):
 
     def _encoded(self, shares_encoder: bool) -> dict[str, Any]:
         """The inputs of every forward that come from an encoder."""
-        source, device = self.request.source, self.model.device
+        source, device = self.request.source, self.device
         assert source is not None
         if not self.model.config.is_encoder_decoder:  # whose mask would be the text's
             return {"encoder_outputs": (source.outputs.last_hidden_state.to(device, self.model.dtype),)}

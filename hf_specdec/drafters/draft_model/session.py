@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...decoding.placement import input_device
 from ...decoding.ragged_model import RaggedModel, max_positions
 from ...verification import Draft, Verdict
 from ..base import DraftRequest, DraftSession, Signals
@@ -30,10 +31,10 @@ class DraftModelSession(DraftSession):
     """
 
     def __init__(self, model: PreTrainedModel, request: DraftRequest) -> None:
-        self.model = model
+        self.model, self.device = model, input_device(model)
         self.request, self.rows = request, request.rows
         self.ragged: RaggedModel | None = None
-        self.padding = (self.rows.lengths - self.rows.positions).to(self.model.device)  # [B] left padding
+        self.padding = (self.rows.lengths - self.rows.positions).to(self.device)  # [B] left padding
         self.max_positions = max_positions(self.model)
         self.valid = [0] * len(self.rows.widths)
         self.num_drafted = 0
@@ -81,7 +82,7 @@ class DraftModelSession(DraftSession):
 
     def _prefill(self) -> torch.Tensor:
         """Run the text so far in one forward. Nothing has been drafted yet, so the unfinished rows are in step."""
-        request, device = self.request, self.model.device
+        request, device = self.request, self.device
         width = max(self.rows.widths)
         ids = self._known(self.rows.ids[:, :width])
         columns = torch.arange(width, device=device)
@@ -93,9 +94,8 @@ class DraftModelSession(DraftSession):
     def _forward(self, tokens: torch.Tensor, offsets: torch.Tensor, host_offsets: list[int]) -> torch.Tensor:
         assert self.ragged is not None
         self.ragged.drop(self.rows.finished)
-        device = self.model.device
-        offsets = offsets.to(device)
-        columns = offsets[:, None] + torch.arange(tokens.shape[1], device=device)
+        offsets = offsets.to(self.device)
+        columns = offsets[:, None] + torch.arange(tokens.shape[1], device=self.device)
         # Rows past the model's last position are drafted for nothing; they must not end the others' drafting.
         last = None if self.max_positions is None else self.max_positions - 1
         positions = (columns - self.padding[:, None]).clamp(0, last)
@@ -104,7 +104,7 @@ class DraftModelSession(DraftSession):
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens on the draft model's device. An id beyond its vocabulary, which only the target's padding has,
         becomes its last one."""
-        return tokens.to(self.model.device).clamp_max(self.model.config.get_text_config().vocab_size - 1)
+        return tokens.to(self.device).clamp_max(self.model.config.get_text_config().vocab_size - 1)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, 1, V] fp32 logits on the target's device, over the target's vocabulary."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..auto import DrafterFormat, Repository
 from ..base import check_decoder_only
+from ..common.embedding import stored_embeddings
 from .config_files import read_config
 from .configuration import Eagle3Config
 from .fields import Fields
@@ -157,7 +158,7 @@ def _drafts_with_own_embedding(
 ) -> bool:
     """Whether the head's own embedding is taken. Most heads were trained with the target's; files may hold a copy of
     it, one that was trained on, or a random one that nobody used."""
-    ours, theirs = tensors.get("embed_tokens.weight"), target.get_input_embeddings().weight
+    ours = tensors.get("embed_tokens.weight")
     if ours is None:
         if forced:
             raise ValueError(
@@ -166,6 +167,7 @@ def _drafts_with_own_embedding(
         return False
     if forced is not None:
         return forced
+    theirs = stored_embeddings(target.get_input_embeddings(), torch.arange(target.config.get_text_config().vocab_size))
     if ours.shape != theirs.shape or Fields(repository.path, repository.config).flag("embed_requires_grad", False):
         return True
     cosine = float(F.cosine_similarity(ours.float(), theirs.detach().float().to(ours.device), dim=-1).mean())

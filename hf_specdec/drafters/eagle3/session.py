@@ -20,6 +20,7 @@ from ...decoding.cache import RaggedCache
 from ...verification import Draft, Verdict
 from ..base import Drafter, DraftRequest, DraftSession, RowsView, Signals, TargetSignals
 from ..common.chain import draw_chain
+from ..common.embedding import on_device_of, stored_embeddings, width
 from .modeling import Eagle3Model, layer_config
 
 _CHECK_AFTER = 64  # verifications
@@ -74,14 +75,14 @@ class Eagle3Drafter(Drafter):
                 f"this EAGLE-3 head reads hidden state {max(config.aux_layers)} and the target has "
                 f"{theirs.num_hidden_layers} layers; it was trained for another target."
             )
-        for part, name, module in (
-            ("embedding", "embed_tokens", target.get_input_embeddings()),
-            ("output head", "lm_head", target.get_output_embeddings()),
+        for part, name, module, size in (
+            ("embedding", "embed_tokens", target.get_input_embeddings(), "embedding_dim"),
+            ("output head", "lm_head", target.get_output_embeddings(), "in_features"),
         ):
-            width = None if module is None else module.weight.shape[1]
-            if not hasattr(self.model, name) and width != config.hidden_size:
+            found = None if module is None else width(module, size)
+            if not hasattr(self.model, name) and found != config.hidden_size:
                 raise ValueError(
-                    f"this EAGLE-3 head has no {part}, and the target's is {width} wide where {config.hidden_size} "
+                    f"this EAGLE-3 head has no {part}, and the target's is {found} wide where {config.hidden_size} "
                     "is needed."
                 )
         self._num_target_layers = theirs.num_hidden_layers
@@ -102,9 +103,9 @@ class Eagle3Session(DraftSession):
     def __init__(self, drafter: Eagle3Drafter, request: DraftRequest) -> None:
         self.drafter, self.model, self.config = drafter, drafter.model, drafter.model.config
         self.request, self.rows = request, request.rows
-        embedding: Any = getattr(self.model, "embed_tokens", request.embedding)
-        self.embedding: torch.Tensor = embedding.weight
+        self.embedding: Any = getattr(self.model, "embed_tokens", request.embedding)
         self.head: Any = getattr(self.model, "lm_head", request.head)
+        self.head_dtype = self.model.norm.weight.dtype  # what the head takes
         ids = drafter.target_ids
         self.target_ids = None if ids is None else ids.to(self.rows.ids.device)
         self.device = self.model.norm.weight.device
@@ -122,6 +123,8 @@ class Eagle3Session(DraftSession):
         verification processes those columns again."""
         assert signals is not None
         wanted = self.drafter.signals.hidden_states
+        if self.head is self.request.head:  # it takes the target's states; its weights' dtype says nothing if packed
+            self.head_dtype = signals.hidden_states[wanted[-1]].dtype
         states = [signals.hidden_states[i].to(self.device, self.model.norm.weight.dtype) for i in wanted]
         fused = self.model.fuse(states)
         rows, count = self.rows, fused.shape[1]
@@ -181,17 +184,14 @@ class Eagle3Session(DraftSession):
             mask = masks[windows[index]]
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
-        # The placeholder of an image may lie beyond the vocabulary.
-        tokens = tokens.to(self.embedding.device).clamp_max(len(self.embedding) - 1)
-        embedded = F.embedding(tokens, self.embedding)
-        embedded = embedded.to(device=self.device, dtype=features.dtype)
+        tokens = tokens.clamp_max(self.request.vocab_size - 1)  # the placeholder of an image may lie beyond
+        embedded = stored_embeddings(self.embedding, tokens).to(device=self.device, dtype=features.dtype)
         positions = (entries - self.padding[:, None]).clamp_min(0)
         return self.model(embedded, features, positions, attend)
 
     def _scores(self, state: torch.Tensor) -> torch.Tensor:
         """[B, 1, V] fp32 logits over the target's vocabulary, on the target's device."""
-        weight = self.head.weight  # the target's own may live elsewhere
-        normed = self.model.norm(state).to(weight.device, weight.dtype)
+        normed = on_device_of(self.head, self.model.norm(state).to(self.head_dtype))  # the target's may live elsewhere
         logits = self.head(normed).to(self.rows.ids.device, torch.float32)
         if self.target_ids is None:
             return logits[..., : self.request.vocab_size]

@@ -1,0 +1,37 @@
+"""Reading a target's embedding and output head, whatever has been done to their weights.
+
+Weights may be packed (quantised), offloaded, or wrapped by adapters, so modules are called where that is possible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ...decoding.placement import present_weight
+
+
+def stored_embeddings(embedding: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """[..., H] embeddings of tokens [...] as they are stored: some targets scale theirs on the way out (Gemma)."""
+    if getattr(embedding, "embed_scale", None) is None:
+        return embedding(on_device_of(embedding, tokens))
+    with present_weight(embedding) as weight:
+        return F.embedding(tokens.to(weight.device), weight)
+
+
+def on_device_of(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the module's weight is; a module whose weight is offloaded fetches its inputs itself."""
+    weight: Any = module.weight
+    return tensor if weight.is_meta else tensor.to(weight.device)
+
+
+def width(module: nn.Module, name: str) -> int:
+    """Size of the states that an embedding gives (`embedding_dim`) or an output head takes (`in_features`).
+
+    Packed weights have other shapes, and adapters go without the attribute.
+    """
+    weight: Any = module.weight
+    return getattr(module, name, weight.shape[-1])
