@@ -28,7 +28,7 @@ class Head:
         target_layers, aux_layers: of the target, and what the head reads (entering ids).
         rope: `rope_parameters` in the newest spelling.
         flags: norm_before_residual, norm_before_fc, fc_norm, norm_output, where they are on.
-        layer_fields: further fields of the decoder layer's config.
+        mask_token_id: of a P-EAGLE head, whose tensors have `mask_hidden`; None of any other.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -45,6 +45,7 @@ class Head:
     rope: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_positions: int = 2048
     flags: frozenset[str] = frozenset()
+    mask_token_id: int | None = None
 
     def with_tensors(self, **changes: torch.Tensor | None) -> "Head":
         """A copy with tensors replaced, added, or (None) left out; `__` stands for a dot."""
@@ -120,6 +121,8 @@ def random_head(
     weight("lm_head", draft_vocab_size, hidden_size)
     if own_embedding:
         weight("embed_tokens", vocab_size, hidden_size, scale=0.5)
+    if facts.get("mask_token_id") is not None:
+        tensors["mask_hidden"] = torch.randn(1, 1, max(num_aux, 1) * target_hidden_size, generator=generator)
     kept = None
     if draft_vocab_size < vocab_size:
         kept = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values

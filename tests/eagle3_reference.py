@@ -1,7 +1,8 @@
 """EAGLE-3 written from its formulas: one row, fp64, everything recomputed from scratch, no cache.
 
 It shares no code with the package. Text x_0 .. x_n; the target has processed all but x_n. Entry i holds token x_{i+1}
-and the feature of x_i, at position i; drafted entries hold the head's own last state instead.
+and the feature of x_i, at position i; drafted entries hold the head's own last state instead, or those of a P-EAGLE
+head the mask token and the mask feature.
 """
 
 import math
@@ -30,6 +31,8 @@ class Reference:
     def __call__(self, text: list[int], drafted: list[int]) -> torch.Tensor:
         """[len(drafted), V] logits from which each of the drafted tokens was chosen."""
         tokens, features = text[1:], self.features(text[:-1])
+        if self.head.mask_token_id is not None and self.variant != "one by one":
+            return self.all_at_once(tokens, features, len(drafted))
         logits = []
         for token in [*drafted, None]:
             out = self.layers(tokens, features)[-1:]
@@ -38,6 +41,18 @@ class Reference:
             out = self.norm(out, "norm") if fed_back else out
             tokens, features = [*tokens, token], torch.cat([features, out])
         return torch.cat(logits[: len(drafted)])
+
+    def all_at_once(self, tokens: list[int], features: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        states = self.tensors["mask_hidden"].view(1, -1)
+        states = torch.zeros_like(states) if self.variant == "no mask feature" else states
+        width, mask, masks = self.head.target_hidden_size, self.head.mask_token_id, num_tokens - 1
+        self.num_entries = len(tokens)
+        feature = self.fuse([states[:, i : i + width] for i in range(0, states.shape[1], width)])
+        if self.variant == "mask feature without fc":
+            feature = states[:, : feature.shape[1]]
+        mask = tokens[-1] if self.variant == "last token repeated" else mask
+        out = self.layers([*tokens, *[mask] * masks], torch.cat([features, *[feature] * masks]))
+        return self.scores(out[len(tokens) - 1 :])
 
     def hidden_states(self, ids: list[int]) -> list[torch.Tensor]:
         """The residual stream entering each layer, then leaving the last one, then the normed one."""
@@ -52,19 +67,22 @@ class Reference:
         return [(x[0] if isinstance(x, tuple) else x)[0].double() for x in [*seen, normed]]
 
     def features(self, ids: list[int]) -> torch.Tensor:
-        states, head = self.hidden_states(ids), self.head
-        if not head.aux_layers:
+        states, layers = self.hidden_states(ids), self.head.aux_layers
+        if not layers:
             return states[-1]
-        layers = head.aux_layers
         if self.variant == "layer id shifted":
             layers = (layers[0] + 1, *layers[1:])
         if self.variant == "last state normed":
-            layers = tuple(i + (i == head.target_layers) for i in layers)
-        picked = [states[i] for i in layers]
-        if "fc_norm" in head.flags:
+            layers = tuple(i + (i == self.head.target_layers) for i in layers)
+        return self.fuse([states[i] for i in layers])
+
+    def fuse(self, picked: list[torch.Tensor]) -> torch.Tensor:
+        if not self.head.aux_layers:
+            return picked[0]
+        if "fc_norm" in self.head.flags:
             picked = [self.norm(x, f"fc_norm.{i}") for i, x in enumerate(picked)]
         joined = torch.cat(picked, dim=-1)
-        if "norm_before_fc" in head.flags:
+        if "norm_before_fc" in self.head.flags:
             joined = self.norm(joined, "input_norm")
         return self.linear(joined, "fc")
 
@@ -108,6 +126,8 @@ class Reference:
         positions = torch.arange(len(x), dtype=torch.double)
         if self.variant == "position off":
             positions[1:] += 1
+        if self.variant == "positions of masks off":
+            positions[self.num_entries :] += 1
         angles = (positions[:, None] * frequencies)[:, None]
         cos, sin = torch.cos(angles) * scale, torch.sin(angles) * scale
         a, b = x[..., :half], x[..., half:]

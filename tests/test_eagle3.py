@@ -172,6 +172,25 @@ def test_rounds_without_a_draft_are_caught_up(tmp_path, monkeypatch):
     assert largest_error(rounds, Reference(head, target)) < 1e-5
 
 
+def rounds_with_a_row_ahead(drafter, target, inputs) -> list:
+    """The rounds of a greedy call whose first row has every draft accepted and the others none."""
+    rounds: list = []
+    expected = plain(target, inputs, max_new_tokens=30, eos_token_id=None)
+    texts = expected[:, inputs["input_ids"].shape[1] :].tolist()
+    drafter.start = lambda request: WatchedSession(drafter, request, rounds, texts, lambda row, round: 0 if row else 99)
+    assert torch.equal(speculative(target, inputs, drafter, max_new_tokens=30, eos_token_id=None), expected)
+    return rounds
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [4, 4], [2, 1, 2]])
+def test_a_short_text_whose_neighbour_gets_ahead_is_drafted_for_rightly(tmp_path, lengths):
+    """It has fewer tokens than its neighbour has new ones."""
+    target, head = tiny_target("llama"), random_head(seed=3)
+    rounds = rounds_with_a_row_ahead(load(tmp_path, head, target, num_draft_tokens=8), target, prompts(lengths))
+    assert len(rounds[1][0][0]) - len(rounds[0][0][0]) > len(rounds[1][0][1])
+    assert largest_error(rounds, Reference(head, target)) < 1e-5
+
+
 def test_dynamic_rope_depends_on_the_text_and_not_on_earlier_texts(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     target, head = tiny_target("llama"), random_head(rope=rope, max_positions=16)
@@ -211,7 +230,9 @@ def test_an_entry_that_survives_a_rejection_would_show(tmp_path):
     class Keeping(WatchedSession):
         def observe(self, signals, verdict):
             super().observe(signals, verdict)
-            self.valid = [w - 2 if v else v for w, v in zip(self.rows.widths, self.valid, strict=True)]
+            self.features.taken = [
+                w - 2 if v else v for w, v in zip(self.rows.widths, self.features.taken, strict=True)
+            ]
 
     inputs, rounds = prompts([11]), []
     texts = plain(target, inputs, max_new_tokens=24, eos_token_id=None)[:, 11:].tolist()

@@ -51,7 +51,6 @@ CONFIGS = {
     "a norm that is missing": (dict(fc_norm=True), "says fc_norm is True and lacks the tensor fc_norm.0.weight"),
     "another missing norm": (dict(norm_before_fc=True), "lacks the tensor input_norm.weight"),
     "a quantised head": (dict(quantization_config={"quant_method": "fp8"}), "is quantised"),
-    "P-EAGLE": (dict(speculators_model_type="peagle"), "P-EAGLE"),
 }
 
 
@@ -106,7 +105,7 @@ TENSORS = {
         {"midlayer.self_attn.q_proj.weight": torch.ones(64, 64)},
         "q_proj.weight of shape [64, 64] where [64, 128] is expected",
     ),
-    "P-EAGLE": ({"mask_hidden": torch.ones(1, 1, 192)}, "P-EAGLE"),
+    "P-EAGLE without a mask token": ({"mask_hidden": torch.ones(1, 1, 192)}, "does not say which token it masks with"),
     "latent attention": ({"midlayer.self_attn.q_a_proj.weight": torch.ones(8, 128)}, "MLA"),
     "a head of numbers": ({"lm_head.weight": torch.tensor(1.0)}, "lm_head.weight of shape [] where a matrix belongs"),
     "an empty vocabulary": (

@@ -158,6 +158,7 @@ class Drafter(nn.Module, ABC):
     Attributes:
         method: the drafter's name in the registry.
         default_num_draft_tokens: draft length when the options leave it open.
+        max_num_draft_tokens: the longest draft that it can make, None where there is no limit.
         option_names: options of the method beside those of SpecConfig, as its constructor or loader takes them.
         spec_config: the options; may be replaced by another SpecConfig.
         config: the target's vocabulary size and special tokens, which pipelines compare with the target's.
@@ -167,6 +168,7 @@ class Drafter(nn.Module, ABC):
     __hf_specdec__ = True  # what `generate` looks for in `assistant_model`
     method: str
     default_num_draft_tokens = 5
+    max_num_draft_tokens: int | None = None
     option_names: tuple[str, ...] = ()
 
     def __init__(self, spec_config: SpecConfig | None = None, **options: Any) -> None:

@@ -273,12 +273,20 @@ def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> t
     if k is not None and k != DEFAULT_NUM_ASSISTANT_TOKENS:
         if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < 1024:
             raise ValueError(f"`num_assistant_tokens` is {k!r}; give an integer from 0 to 1023.")
-        return k, k
-    config = drafter.spec_config
+        return (_within_limit(drafter, "num_assistant_tokens", k),) * 2
+    config, limit = drafter.spec_config, drafter.max_num_draft_tokens
     if config.num_draft_tokens != "auto":
-        return int(config.num_draft_tokens), int(config.num_draft_tokens)
+        return (_within_limit(drafter, "num_draft_tokens", int(config.num_draft_tokens)),) * 2
     length = drafter.default_num_draft_tokens
-    return length, length if config.governor == "off" else 2 * length
+    longest = length if config.governor == "off" else 2 * length
+    return length, longest if limit is None else min(longest, limit)
+
+
+def _within_limit(drafter: Drafter, option: str, length: int) -> int:
+    limit = drafter.max_num_draft_tokens
+    if limit is not None and length > limit:
+        raise ValueError(f"`{option}` is {length}; this {drafter.method!r} drafter drafts at most {limit} tokens.")
+    return length
 
 
 def eos_token_ids(criteria: Iterable[Any]) -> list[int]:

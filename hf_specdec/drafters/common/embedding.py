@@ -13,19 +13,38 @@ from torch.nn import functional as F
 
 from ...decoding.placement import present_weight
 
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def stored_embeddings(embedding: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """[..., H] embeddings of tokens [...] as they are stored: some targets scale theirs on the way out (Gemma)."""
+    """[..., H] embeddings of tokens [...] as they are stored: some targets scale theirs on the way out (Gemma).
+
+    Ids beyond the table, as placeholders of images may be, get its last row.
+    """
+    tokens = tokens.clamp_max(num_rows(embedding) - 1)
     if getattr(embedding, "embed_scale", None) is None:
         return embedding(on_device_of(embedding, tokens))
     with present_weight(embedding) as weight:
         return F.embedding(tokens.to(weight.device), weight)
 
 
+def head_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """[..., V] what an output head makes of states [..., H], on its own device."""
+    weight: Any = head.weight
+    dtype = weight.dtype if weight.dtype in _PLAIN else states.dtype  # that of packed weights says nothing
+    return head(on_device_of(head, states.to(dtype)))
+
+
 def on_device_of(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where the module's weight is; a module whose weight is offloaded fetches its inputs itself."""
     weight: Any = module.weight
     return tensor if weight.is_meta else tensor.to(weight.device)
+
+
+def num_rows(embedding: nn.Module) -> int:
+    """Ids that an embedding has rows for."""
+    weight: Any = embedding.weight
+    return getattr(embedding, "num_embeddings", weight.shape[0])
 
 
 def width(module: nn.Module, name: str) -> int:

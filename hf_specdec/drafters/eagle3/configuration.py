@@ -28,6 +28,9 @@ class Eagle3Config:
         qk_norm: queries and keys are normed per head (a Qwen3 layer).
         attention_bias, output_bias, mlp_bias, fc_bias: whether queries, keys and values, the attention's output, the
             MLP and `fc` have biases.
+        mask_token_id: the token whose embedding stands, beside the head's mask feature, for a drafted token that is not
+            known yet, so that one forward guesses a whole draft (P-EAGLE). None where tokens are drafted one by one.
+        num_parallel_tokens: the longest draft that it was trained to guess at once, None where no file says.
     """
 
     hidden_size: int
@@ -53,6 +56,8 @@ class Eagle3Config:
     output_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
+    mask_token_id: int | None = None
+    num_parallel_tokens: int | None = None
 
 
 def default_aux_layers(num_target_layers: int) -> tuple[int, int, int]:

@@ -6,6 +6,9 @@ target's hidden states where the target has been, and the head's own last state 
     x = [norm_in(embed(token)), norm_hidden(feature)]      twice the width, the embedding first
     layer 0 attends from x; its residual stream is the feature
     logits = lm_head(norm(out))
+
+A head that guesses a whole draft at once (P-EAGLE, arXiv:2602.01469) has a mask token and a mask feature for entries
+whose token is not known yet.
 """
 
 from __future__ import annotations
@@ -14,11 +17,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ..common.rotary import Rotary, rotate
 from .configuration import Eagle3Config
 
 # (layer, queries [B, heads, m, head_dim], keys, values [B, kv_heads, m, head_dim]) -> mixed values, shaped as queries.
@@ -51,6 +53,8 @@ class Eagle3Model(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if own_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.empty(1, 1, max(num_aux, 1) * config.target_hidden_size))
         self.rotary = Rotary(config)
 
     def fuse(self, hidden_states: list[torch.Tensor]) -> torch.Tensor:
@@ -66,6 +70,10 @@ class Eagle3Model(nn.Module):
             hidden_states = [norm(states) for norm, states in zip(self.fc_norm, hidden_states, strict=True)]
         joined = torch.cat(hidden_states, dim=-1)
         return self.fc(self.input_norm(joined) if config.norm_before_fc else joined)
+
+    def mask_feature(self) -> torch.Tensor:
+        """[1, 1, H] the feature of every masked entry: what the head has in the place of the target's hidden states."""
+        return self.fuse(list(self.mask_hidden.split(self.config.target_hidden_size, dim=-1)))
 
     def forward(
         self,
@@ -166,47 +174,3 @@ class Eagle3MLP(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
-
-
-class Rotary(nn.Module):
-    """Rotary embedding by transformers' formulas, at any length and without memory of the texts before."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = layer_config(config)
-        self.dynamic = config.rope_parameters["rope_type"] == "dynamic"
-        with torch.device("cpu"):  # no weight fills this in where the rest is built on the meta device
-            embedding = LlamaRotaryEmbedding(self.config)
-        self.scaling: float = embedding.attention_scaling
-        self.inv_freq: torch.Tensor
-        self.register_buffer("inv_freq", embedding.inv_freq, persistent=False)
-
-    def forward(self, states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [B, m, head_dim] of positions [B, m], in the dtype of `states`."""
-        inv_freq = self.inv_freq
-        if self.dynamic:  # the base grows with the row's length
-            lengths = positions.amax(dim=-1)[:, None, None] + 1
-            inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](self.config, positions.device, seq_len=lengths)
-        angles = positions[..., None].float() * inv_freq.float()
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self.scaling).to(states.dtype), (angles.sin() * self.scaling).to(states.dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves: (a, b) -> (a cos - b sin, b cos + a sin)."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
-
-
-def layer_config(config: Eagle3Config) -> LlamaConfig:
-    """What transformers' rotary embedding and our cache need to know, as a config of theirs."""
-    return LlamaConfig(
-        hidden_size=config.num_attention_heads * config.head_dim,  # theirs has to be a multiple of the heads
-        num_hidden_layers=len(config.windows),
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-        vocab_size=config.vocab_size,
-    )

@@ -1,4 +1,4 @@
-"""A head's config.json, read without trusting it: trainers leave nulls, copies of the target's fields, and typos."""
+"""A drafter's config.json, read without trusting it: trainers leave nulls, copies of the target's fields, and typos."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self.content
 
-    def integer(self, name: str, default: int) -> int:
-        """A positive integer."""
+    def integer(self, name: str, default: int, least: int = 1) -> int:
+        """An integer from `least` on."""
         value = self.content.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._wrong(name, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._wrong(name, "a positive integer" if least == 1 else f"an integer from {least} on")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -56,6 +56,13 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise self._wrong(name, "a list of integers")
         return tuple(value)
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        """A list of objects; empty where there is none."""
+        value = self.content.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise self._wrong(name, "a list of objects")
+        return value
 
     def texts(self, name: str) -> list[str]:
         value = self.content.get(name, [])

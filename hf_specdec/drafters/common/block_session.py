@@ -1,0 +1,86 @@
+"""Drafting a block at once: what DFlash and DSpark share of a call.
+
+Cache slots hold the context of the text up to its last token, the anchor. The rows of a block are written behind it
+and written over by the context of the next round, so a rejection leaves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ...decoding.cache import RaggedCache
+from ...verification import Verdict
+from ..base import DraftRequest, DraftSession, Signals
+from .block_model import BlockModel
+from .embedding import stored_embeddings
+from .features import MismatchCheck, Missing, TargetFeatures
+from .rotary import layer_config
+
+
+class BlockSession(DraftSession):
+    """The context of a call's rows, and blocks behind it.
+
+    Args:
+        model: the network.
+        request: the call.
+        causes: of a mismatch, the likeliest first.
+    """
+
+    def __init__(self, model: BlockModel, request: DraftRequest, causes: str) -> None:
+        self.model, self.config, self.request, self.rows = model, model.config, request, request.rows
+        self.embedding: Any = getattr(model, "embed_tokens", request.embedding)
+        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
+        self.padding = (self.rows.lengths - self.rows.positions).to(self.device)
+        self.cache = RaggedCache(layer_config(self.config), request.max_columns + self.config.block_size)
+        self.cache.begin_rows()
+        self.slots = torch.arange(0, device=self.device)
+        self.features = TargetFeatures(self.rows, self.config.hidden_size, self.device, self.dtype)
+        self.mismatch = MismatchCheck(self.rows, causes)
+        masks = torch.full((len(self.rows.widths), self.config.block_size - 1), self.config.mask_token_id)
+        self.masks = masks.to(self.rows.ids.device)
+
+    def observe(self, signals: Signals | None, verdict: Verdict) -> None:
+        assert signals is not None
+        states = [signals.hidden_states[i].to(self.device, self.dtype) for i in self.config.aux_layers]
+        self.features.add(self.model.fuse(states))
+        self.mismatch.observe()
+
+    def run_block(self) -> torch.Tensor:
+        """[B, num_drafts, H] states of the rows that guess, after the last norm."""
+        for missing in self.features.take():  # all but the last one for the context that they leave
+            states = self._run(missing)
+        return states[:, 0, self.config.first_slot :]
+
+    def _run(self, missing: Missing) -> torch.Tensor:
+        """[B, 1, block_size, H] states of a block behind the missing columns."""
+        num_rows = self.config.block_size
+        self.cache.place(missing.offsets, missing.host_offsets, missing.num_columns + num_rows)
+        if len(self.slots) < self.cache.view:
+            self.slots = torch.arange(self.cache.capacity, device=self.device)
+        tokens = torch.cat([self.rows.last_tokens(), self.masks], dim=1)
+        embedded = stored_embeddings(self.embedding, tokens).to(self.device, self.dtype)
+        columns = missing.offsets[:, None] + self.slots[: missing.num_columns + num_rows]
+        positions = (columns - self.padding[:, None]).clamp_min(0)
+        attend = self._attention(columns[:, missing.num_columns :])
+        return self.model(embedded[:, None], missing.features, positions, attend)
+
+    def _attention(self, rows: torch.Tensor) -> Any:
+        """What the rows at columns [B, n] of the texts see of the cache."""
+        keys, windows, causal = self.slots[: self.cache.view], self.config.windows, self.config.causal
+        distance = rows[..., None] - keys
+        first = self.padding.clamp_min(self.features.first)[:, None, None]
+        seen = (keys >= first) & (keys <= rows[:, -1:, None]) | (distance == 0)
+        masks = {}
+        for window, is_causal in set(zip(windows, causal, strict=True)):
+            mask = seen if window is None else seen & (distance.abs() < window)
+            masks[window, is_causal] = (mask & (distance >= 0) if is_causal else mask)[:, None]
+
+        def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            keys, values = self.cache.update(keys, values, index)
+            mask = masks[windows[index], causal[index]]
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+        return attend
