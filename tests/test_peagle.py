@@ -18,7 +18,6 @@ from hf_specdec.drafters.eagle3.session import Eagle3Session
 from hf_specdec.scheduling import Governor
 
 MASK = 0
-LAW_TOKENS = 4  # one of the prefill, then a draft of two and a bonus token
 
 
 def head_for(name: str, **options) -> Head:
@@ -187,11 +186,11 @@ def test_one_seed_gives_one_text_with_and_without_the_head(tmp_path, lengths):
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
 def test_sampled_text_has_the_targets_law(tmp_path, rule):
     target, inputs = tiny_target("llama", vocab_size=VOCAB), prompts([4], vocab_size=VOCAB)
-    law = joint_law(target, inputs, num_tokens=LAW_TOKENS)
+    law = joint_law(target, inputs)
     head = head_for("llama", vocab_size=VOCAB, draft_vocab_size=3)
     torch.manual_seed(20)
     drafter = load(tmp_path, head, target, rule=rule, num_draft_tokens=2)
-    assert chi_square(many_texts(drafter, target, LAW_TOKENS), law) > 1e-3
+    assert chi_square(many_texts(drafter, target), law) > 1e-3
     assert drafter.last_stats.accepted_per_position[1] > 100, "the masked slot should be accepted now and then"
 
 
@@ -199,7 +198,7 @@ def test_sampled_text_has_the_targets_law(tmp_path, rule):
 def test_a_law_that_is_a_slot_late_gives_another_text(tmp_path, rule):
     """Negative control: the second token is declared as drawn from the first one's law."""
     target, inputs = tiny_target("llama", vocab_size=VOCAB), prompts([4], vocab_size=VOCAB)
-    law = joint_law(target, inputs, num_tokens=LAW_TOKENS)
+    law = joint_law(target, inputs)
     head = head_for("llama", vocab_size=VOCAB, draft_vocab_size=3)
     torch.manual_seed(20)
     drafter = load(tmp_path, head, target, rule=rule, num_draft_tokens=2)
@@ -211,4 +210,4 @@ def test_a_law_that_is_a_slot_late_gives_another_text(tmp_path, rule):
             return draft
 
     drafter.start = lambda request: Late(drafter, request)
-    assert chi_square(many_texts(drafter, target, LAW_TOKENS), law) < 1e-6
+    assert chi_square(many_texts(drafter, target), law) < 1e-6

@@ -110,12 +110,13 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted():
         assert drafter.last_stats.acceptance_rate > 0.999, rule
 
 
-VOCAB, TOKENS, RUNS = 5, 3, 4096
+# Four tokens: one of the prefill, then a draft of two and a bonus token, or the round after a rejection.
+VOCAB, TOKENS, RUNS = 5, 4, 8192
 LAW_OPTIONS = {"temperature": 1.4, "top_k": 4, "repetition_penalty": 1.2, "eos_token_id": None}
 
 
-def joint_law(model, inputs, temperature: float = 1.4, num_tokens: int = TOKENS) -> torch.Tensor:
-    """[VOCAB ** num_tokens] probabilities of all continuations, by the same processors one position at a time."""
+def joint_law(model, inputs, temperature: float = 1.4) -> torch.Tensor:
+    """[VOCAB ** TOKENS] probabilities of all continuations, by the same processors one position at a time."""
     from transformers import (
         LogitsProcessorList,
         RepetitionPenaltyLogitsProcessor,
@@ -127,7 +128,7 @@ def joint_law(model, inputs, temperature: float = 1.4, num_tokens: int = TOKENS)
         [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(temperature), TopKLogitsWarper(4)]
     )
     prefixes, law = inputs["input_ids"][:1], torch.ones(1, dtype=torch.double)
-    for _ in range(num_tokens):
+    for _ in range(TOKENS):
         with torch.no_grad():
             p = processors(prefixes, model(prefixes).logits[:, -1].float()).double().softmax(dim=-1)
         law = (law[:, None] * p).flatten()
@@ -148,9 +149,9 @@ def chi_square(texts: torch.Tensor, law: torch.Tensor) -> float:
     return float(stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
-def many_texts(drafter, model, num_tokens: int = TOKENS) -> torch.Tensor:
+def many_texts(drafter, model) -> torch.Tensor:
     inputs = {name: tensor.repeat(RUNS // 4, 1) for name, tensor in prompts([4], vocab_size=VOCAB).items()}
-    texts = [sample(model, inputs, drafter, max_new_tokens=num_tokens, **LAW_OPTIONS)[:, 4:] for _ in range(4)]
+    texts = [sample(model, inputs, drafter, max_new_tokens=TOKENS, **LAW_OPTIONS)[:, 4:] for _ in range(4)]
     return torch.cat(texts)
 
 
