@@ -15,8 +15,8 @@ _CHOICES = {
     "governor": ("auto", "off"),
     "kernels": ("auto", "torch"),
 }
+_SCHEDULES = (None, "confidence", "lagged")
 _NOT_YET = {
-    "schedule": "confidence schedules",
     "tree": "tree drafts",
     "lenience": "lenient rules",
 }
@@ -39,7 +39,12 @@ class SpecConfig:
         kernels: what verifies; "torch", the reference, is all that this version has, so "auto" means it too.
         seed: an integer of 64 bits, or one per row; None draws one from torch's generator. A fixed seed gives the same
             text at every call.
-        effort, schedule, tree, lenience: served by drafters and rules that this version does not have yet; any other
+        schedule: which of the drafted tokens are verified, with drafters that give a confidence for each. "confidence"
+            verifies as long as one more token pays, by what verifications were measured to cost; "lagged" takes the
+            length that would have been best in the round before, which needs no wait for this round's confidence; a
+            number from 0 to 1 stops before the first token whose confidence is below it. None verifies all of them.
+            Measured costs differ between runs, and lengths with them.
+        effort, tree, lenience: served by drafters and rules that this version does not have yet; any other
             value than the default is refused.
     """
 
@@ -47,7 +52,7 @@ class SpecConfig:
     rule: str = "auto"
     draft_sampling: str = "auto"
     effort: int = 1
-    schedule: Any = None
+    schedule: str | float | None = None
     tree: Any = None
     lenience: Any = None
     governor: str = "auto"
@@ -64,6 +69,10 @@ class SpecConfig:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
         if self.effort != 1 or isinstance(self.effort, bool):
             raise ValueError(f"`effort` is {self.effort!r}; no drafter of this version has more than one pass, use 1.")
+        if self.schedule not in _SCHEDULES and not _is_threshold(self.schedule):
+            raise ValueError(
+                f"`schedule` is {self.schedule!r}; give 'confidence', 'lagged', a threshold from 0 to 1, or None."
+            )
         for name, what in _NOT_YET.items():
             if getattr(self, name) is not None:
                 raise ValueError(
@@ -100,6 +109,10 @@ def check_names(options: Iterable[str], known: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"unknown option {name!r}{hint}; the options are {', '.join(sorted(known))}.")
+
+
+def _is_threshold(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _is_seed(value: Any) -> bool:

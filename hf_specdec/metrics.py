@@ -21,7 +21,8 @@ class RowStats:
         """Count one target forward.
 
         Args:
-            drafted: drafted tokens that could still have been kept (a budget ends them, a stop cuts them).
+            drafted: drafted tokens that could still have been kept (a budget or a schedule ends them, a stop
+                cuts them).
             accepted: drafted tokens that reached the text.
             emitted: tokens that reached the text.
         """

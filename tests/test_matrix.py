@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from dspark_formats import random_drafter, write_drafter
 from eagle3_formats import random_head, write_head
 from scripted import RowScript
 from test_greedy import coin
@@ -81,6 +82,9 @@ def drafters(model, texts, tmp_path):
         yield "draft model", DraftModelDrafter(perturbed(model, 0.03), num_draft_tokens=4).bind(model)
         head = random_head(target_layers=model.config.num_hidden_layers, vocab_size=VOCAB_SIZE)
         yield "EAGLE-3", AutoDrafter.from_pretrained(write_head(tmp_path, head), target=model)
+    one = random_drafter(target_layers=model.config.num_hidden_layers, std=0.2)
+    folder = write_drafter(tmp_path / "dspark", one)
+    yield "DSpark", AutoDrafter.from_pretrained(folder, target=model, schedule=0.4)
 
 
 @pytest.mark.parametrize(("name", "feature"), CASES)

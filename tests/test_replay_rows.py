@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scripted import ScriptedDrafter
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, tiny_config
 from transformers import GenerationConfig
 
 from hf_specdec.config import SpecConfig
@@ -33,7 +33,7 @@ class Recurrent:
     """
 
     def __init__(self, text: list[int]) -> None:
-        self.text, self.rows = text, []
+        self.text, self.rows, self.config = text, [], tiny_config("llama")
 
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, cache=None, **kwargs):
         return {"input_ids": input_ids[:, -next_sequence_length:], "cache": cache}
@@ -94,6 +94,7 @@ def run(acceptance: float, governor: type[Governor] = ReplayGovernor) -> tuple[R
         rule="match",
         noise=None,
         governor=governor(**arguments),
+        schedule=None,
         publisher=Publisher(None, rows),
         recorder=Recorder(),
         completes=False,

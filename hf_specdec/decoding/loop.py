@@ -10,7 +10,7 @@ import torch
 
 from ..drafters.base import DraftSession, Signals
 from ..metrics import SpecStats
-from ..scheduling import Governor
+from ..scheduling import Governor, Schedule
 from ..verification import Draft, Noise, RoundNoise, verify
 from .outputs import Publisher, Recorder, States
 from .processors import BlockProcessors
@@ -54,6 +54,7 @@ class Call:
         rule: the verification rule.
         noise: the call's noise; None decodes greedily.
         governor: draft lengths.
+        schedule: cuts drafts before they are verified, None where they are verified as they are.
         publisher, recorder: where tokens and scores go.
         completes: whether rows that end before others go on over their padding, as plain decoding does: it shows in
             what is recorded and in the cache.
@@ -67,6 +68,7 @@ class Call:
     rule: str
     noise: Noise | None
     governor: Governor
+    schedule: Schedule | None
     publisher: Publisher
     recorder: Recorder
     completes: bool
@@ -110,6 +112,8 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         draft = Draft.empty(len(rows), rows.ids.device)
         if any(budget):
             draft = call.session.propose(budget, stats.num_forwards)
+            if call.schedule is not None:
+                draft = call.schedule.cut(draft, call.governor)
         began = perf_counter()
         draft_time = began - drafting
         stats.draft_time += draft_time

@@ -21,6 +21,7 @@ _METHOD_MODULES = (
     "lookup",
     "draft_model",
     "eagle3",
+    "dspark",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
 _TELLING_FIELDS = (
@@ -30,6 +31,7 @@ _TELLING_FIELDS = (
     "eagle_config",
     "dflash_config",
     "speculators_model_type",
+    "markov_rank",
 )
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -147,7 +149,7 @@ class AutoDrafter:
             revision, subfolder, token, local_files_only: as in transformers.
             dtype, device: of the drafter's weights; the target's by default.
             overrides: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`aux_layers`,
-                `own_embedding` and `norm_output` of EAGLE-3).
+                `own_embedding` and `norm_output` of EAGLE-3, `aux_layers`, `own_embedding` and `first_slot` of DSpark).
 
         Raises:
             ValueError: the format is unknown (the sentence lists what was found), or does not fit the target.
@@ -164,7 +166,8 @@ class AutoDrafter:
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, method: str, **options: Any) -> Drafter:
-        """A drafter that needs nothing but the target: "lookup", or "none" for plain decoding.
+        """A drafter that comes with the target: "lookup", "none" for plain decoding, or "dspark" where the target's
+        repository holds a DSpark drafter.
 
         Args:
             target: the model that it will draft for.
@@ -177,7 +180,7 @@ class AutoDrafter:
         if not isinstance(method, str) or method not in known:
             names = ", ".join(map(repr, sorted(known)))
             raise ValueError(
-                f"`method` is {method!r}; drafters that need nothing but the target are {names}. "
+                f"`method` is {method!r}; drafters that come with the target are {names}. "
                 "Drafters with weights of their own are loaded by AutoDrafter.from_pretrained."
             )
         build = known[method].for_target

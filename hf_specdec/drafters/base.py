@@ -256,6 +256,11 @@ class Drafter(nn.Module, ABC):
         return TargetSignals()
 
     @property
+    def gives_confidence(self) -> bool:
+        """Whether its drafts carry a confidence where the options ask for a schedule."""
+        return False
+
+    @property
     def device(self) -> torch.device | None:
         """Where the weights live; None for a method without weights."""
         parameter = next(self.parameters(), None)

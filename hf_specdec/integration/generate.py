@@ -25,7 +25,7 @@ from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter, DraftRequest, Source
 from ..metrics import RowStats, SpecStats
-from ..scheduling import Governor
+from ..scheduling import Governor, Schedule
 from ..verification import Noise
 from .caches import check_cache, check_implementation
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
@@ -94,6 +94,11 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     if reason is not None:
         raise ValueError(f"{type(model).__name__} is not served by drafters yet: {reason}.")
     drafter.check_bound_to(model)
+    if drafter.spec_config.schedule is not None and not drafter.gives_confidence:
+        raise ValueError(
+            f"`schedule` is {drafter.spec_config.schedule!r} and this {drafter.method!r} drafter gives no confidence "
+            "to schedule by; leave it at None."
+        )
     num_draft_tokens(drafter, config)
 
 
@@ -179,6 +184,7 @@ def generate(prepared: Prepared) -> Generated:
         rule=config.rule,
         noise=noise,
         governor=Governor(length, longest, adaptive=longest > length),
+        schedule=schedule_of(config),
         publisher=Publisher(prepared.streamer, rows),
         recorder=recorder,
         completes=completes,
@@ -262,6 +268,11 @@ def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig
     if sampling == "auto":
         sampling = "greedy" if rule == "match" else "sample"
     return replace(config, rule=rule, draft_sampling=sampling)
+
+
+def schedule_of(config: SpecConfig) -> Schedule | None:
+    """What cuts the drafts of a call; each row that is run by itself has its own."""
+    return None if config.schedule is None else Schedule(config.schedule)
 
 
 def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> tuple[int, int]:

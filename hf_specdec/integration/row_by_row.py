@@ -36,6 +36,7 @@ from .generate import (
     num_draft_tokens,
     output_of,
     resolve,
+    schedule_of,
     stops_of,
 )
 from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
@@ -123,6 +124,7 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | N
         rule=config.rule,
         noise=noise,
         governor=ReplayGovernor(target, rows, length, longest, adaptive=longest > length),
+        schedule=schedule_of(config),
         publisher=Publisher(row.streamer, rows),
         recorder=Recorder(row.returned),
         completes=False,

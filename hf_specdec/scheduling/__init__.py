@@ -1,5 +1,6 @@
-"""How many tokens to draft."""
+"""How many tokens to draft, and how many of them to verify."""
 
+from .confidence import Schedule
 from .governor import Governor
 
-__all__ = ["Governor"]
+__all__ = ["Governor", "Schedule"]

@@ -17,6 +17,7 @@ _SEEN_ENOUGH = 4  # drafted rounds before drafting may be turned off
 _PROBE_EVERY = 12  # plain steps before the first probe; each one that shows nothing doubles them, up to
 _PROBE_AT_MOST = 48
 _PROBE_LENGTH = 2
+_LEAST_SPREAD = 0.01  # variance of the lengths of past rounds below which their cost for each token is not known
 
 
 @dataclass
@@ -41,6 +42,16 @@ class _Line:
         a, b = self.fit()
         return a + b * x
 
+    @property
+    def mean(self) -> float:
+        """Of y, 0 where nothing is known."""
+        return self.y / self.w if self.w else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Of x."""
+        return (self.xx - self.x * self.x / self.w) / self.w if self.w else 0.0
+
     def fit(self) -> tuple[float, float]:
         """(a, b); costs never fall with length, and without spread in x the slope is taken as 0."""
         if self.w == 0.0:
@@ -56,7 +67,7 @@ class Governor:
     Args:
         num_tokens: the length to start with.
         max_tokens: the longest length.
-        adaptive: False keeps `num_tokens`.
+        adaptive: False keeps `num_tokens`; costs are measured all the same.
     """
 
     def __init__(self, num_tokens: int, max_tokens: int, adaptive: bool) -> None:
@@ -72,16 +83,17 @@ class Governor:
             drafted, accepted: drafted and accepted tokens of each unfinished row.
             draft_time, verify_time: seconds.
         """
-        if not self.adaptive:
-            return
         longest = max(drafted, default=0)
         self._verification.add(longest, verify_time)
+        if longest > 0:
+            self._drafting.add(longest, draft_time)
+        if not self.adaptive:
+            return
         if longest == 0:
             self._plain_steps += 1
             return
         self._plain_steps = 0
         self._drafted_rounds += 1
-        self._drafting.add(longest, draft_time)
         self._accepted = _FORGET * self._accepted + sum(accepted)
         self._tried = _FORGET * self._tried + sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
         was_probe = self.num_tokens == 0
@@ -96,6 +108,15 @@ class Governor:
         if self.adaptive and self.num_tokens == 0 and self._plain_steps >= self._probe_every:
             return min(_PROBE_LENGTH, self.max_tokens)
         return self.num_tokens
+
+    def seconds(self, num_tokens: int) -> float:
+        """What a round would take that verifies `num_tokens` drafted tokens a row, its drafting included."""
+        return max(self._drafting.mean + self._verification.at(num_tokens), 1e-9)
+
+    @property
+    def knows_slope(self) -> bool:
+        """Whether verifications of different lengths have been timed lately."""
+        return self._verification.variance > _LEAST_SPREAD
 
     @property
     def acceptance(self) -> float:

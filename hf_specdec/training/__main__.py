@@ -5,6 +5,10 @@
 
 Prompts are read or synthesised, the target answers them, its hidden states are kept, and a drafter is trained on them.
 Every stage goes on where it was stopped: give the same command again.
+
+    python -m hf_specdec.training calibrate --target TARGET --drafter FOLDER --prompts FILE.jsonl
+
+measures the confidence of a drafter that gives one, and writes what corrects it into the drafter's config.json.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..drafters.eagle3.configuration import default_aux_layers
 from ..export.eagle3 import save_eagle3
-from . import eagle3
+from . import calibrate, eagle3
 from .data import DataOptions, collect
 from .loop import TrainOptions, train
 from .vocabulary import most_frequent
@@ -34,6 +38,9 @@ _PATIENCE = timedelta(hours=6)  # processes wait for each other between stages, 
 def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    if chosen.method == "calibrate":
+        calibrate.main(chosen)
+        return
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(
         cpu=on_cpu,
@@ -105,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD")
+    title = "correct the confidence of a drafter"
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    calibrate.add_arguments(methods.add_parser("calibrate", help=title, description=title, formatter_class=formatter))
     for method, description in (("data", "only collect the data"), ("eagle3", "an EAGLE-3 head")):
         one = methods.add_parser(
             method, help=description, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter

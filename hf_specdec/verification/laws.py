@@ -45,6 +45,13 @@ class Sampled:
             return self.logits.to(dtype).softmax(dim=-1)
         return (self.logits.to(dtype) - self.lse.to(dtype).unsqueeze(-1)).exp()
 
+    def first(self, num_slots: int) -> Sampled:
+        """The laws of the first slots."""
+        ids = self.ids if self.ids is None or self.ids.dim() == 1 else self.ids[:, :num_slots]
+        one_hot = None if self.one_hot is None else self.one_hot[:, :num_slots]
+        lse = None if self.lse is None else self.lse[:, :num_slots]
+        return Sampled(self.logits[:, :num_slots], ids, one_hot, lse, self.shared_noise)
+
     def target_ids(self) -> torch.Tensor | None:
         """[B, n, C] target ids of the candidates, None when they are the vocabulary itself."""
         return None if self.ids is None else self.ids.expand(self.logits.shape)
@@ -60,7 +67,8 @@ class Draft:
         law: how the tokens were drawn.
         parents: None for a chain; for a tree [n] or [B, n], the index of each node's parent node, -1 for the root (the
             last committed token). A parent stands before its children, and siblings are distinct tokens.
-        confidence: [B, n] the drafter's own estimate that a slot is accepted given that the slots before it are.
+        confidence: [B, n] the drafter's own estimate that a slot is accepted given that the slots before it are. It
+            may depend on the tokens before a slot and never on the slot's own: lengths are decided with it.
     """
 
     tokens: torch.Tensor
@@ -78,6 +86,20 @@ class Draft:
     @property
     def num_slots(self) -> int:
         return self.tokens.shape[1]
+
+    def cut(self, lengths: torch.Tensor, num_slots: int) -> Draft:
+        """The first tokens of each row of a chain.
+
+        Args:
+            lengths: [B] how many.
+            num_slots: the largest of them, on the host.
+        """
+        within = torch.arange(num_slots, device=self.tokens.device) < lengths[:, None]
+        law, confidence = self.law, self.confidence
+        if isinstance(law, Sampled):
+            law = law.first(num_slots)
+        confidence = None if confidence is None else confidence[:, :num_slots]
+        return Draft(self.tokens[:, :num_slots].masked_fill(~within, -1), lengths, law, confidence=confidence)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class BlockConfig:
         causal: for each layer whether a row of the block sees only rows up to itself; otherwise it sees all of them.
         rope_parameters, max_position_embeddings: rotary embedding, in transformers' spelling.
         qk_norm: queries and keys are normed per head.
+        attention_scale: what products of queries and keys are multiplied with; None is head_dim ** -0.5.
         attention_bias, output_bias, mlp_bias: whether the projections have biases.
         embedding_scale: what embeddings are multiplied with.
         logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap); None caps nothing.
@@ -49,6 +50,7 @@ class BlockConfig:
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 2048
     qk_norm: bool = True
+    attention_scale: float | None = None
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -50,12 +50,16 @@ class BlockSession(DraftSession):
 
     def run_block(self) -> torch.Tensor:
         """[B, num_drafts, H] states of the rows that guess, after the last norm."""
+        return self.run_rows()[:, self.config.first_slot :]
+
+    def run_rows(self) -> torch.Tensor:
+        """[B, block_size, H] states of all rows of a block, after the last norm."""
         for missing in self.features.take():  # all but the last one for the context that they leave
             states = self._run(missing)
-        return states[:, 0, self.config.first_slot :]
+        return states
 
     def _run(self, missing: Missing) -> torch.Tensor:
-        """[B, 1, block_size, H] states of a block behind the missing columns."""
+        """[B, block_size, H] states of a block behind the missing columns."""
         num_rows = self.config.block_size
         self.cache.place(missing.offsets, missing.host_offsets, missing.num_columns + num_rows)
         if len(self.slots) < self.cache.view:
@@ -65,7 +69,7 @@ class BlockSession(DraftSession):
         columns = missing.offsets[:, None] + self.slots[: missing.num_columns + num_rows]
         positions = (columns - self.padding[:, None]).clamp_min(0)
         attend = self._attention(columns[:, missing.num_columns :])
-        return self.model(embedded[:, None], missing.features, positions, attend)
+        return self.model(embedded[:, None], missing.features, positions, attend)[:, 0]
 
     def _attention(self, rows: torch.Tensor) -> Any:
         """What the rows at columns [B, n] of the texts see of the cache."""
@@ -80,7 +84,7 @@ class BlockSession(DraftSession):
 
         def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             keys, values = self.cache.update(keys, values, index)
-            mask = masks[windows[index], causal[index]]
-            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+            mask, scale = masks[windows[index], causal[index]], self.config.attention_scale
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
 
         return attend

@@ -70,6 +70,15 @@ class Fields:
             raise self._wrong(name, "a list of strings")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive numbers; empty where there is none."""
+        value = self.content.get(name, [])
+        if not isinstance(value, list) or not all(
+            isinstance(i, int | float) and not isinstance(i, bool) and 0 < i < float("inf") for i in value
+        ):
+            raise self._wrong(name, "a list of positive numbers")
+        return tuple(map(float, value))
+
     def inner(self, name: str) -> dict[str, Any]:
         """An object; empty where there is none."""
         value = self.content.get(name, {})

@@ -27,6 +27,7 @@ class DSparkHeads:
         confidence: whether there is a confidence head.
         confidence_reads_markov: whether it reads W1[x_{k-1}] beside h_k.
         confidence_bias: whether it has a bias.
+        confidence_temperatures: what its logits are divided by, slot by slot; () leaves them as they are.
     """
 
     markov_rank: int = 0
@@ -34,6 +35,7 @@ class DSparkHeads:
     confidence: bool = False
     confidence_reads_markov: bool = True
     confidence_bias: bool = True
+    confidence_temperatures: tuple[float, ...] = ()
 
 
 class DSparkModel(BlockModel):
