@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from dflash_formats import random_net, write_net
 from dspark_formats import random_drafter, write_drafter
 from eagle3_formats import random_head, write_head
 from scripted import RowScript
@@ -81,7 +82,10 @@ def drafters(model, texts, tmp_path):
     if model.config.model_type in ("llama", "gemma3_text"):
         yield "draft model", DraftModelDrafter(perturbed(model, 0.03), num_draft_tokens=4).bind(model)
         head = random_head(target_layers=model.config.num_hidden_layers, vocab_size=VOCAB_SIZE)
-        yield "EAGLE-3", AutoDrafter.from_pretrained(write_head(tmp_path, head), target=model)
+        yield "EAGLE-3", AutoDrafter.from_pretrained(write_head(tmp_path / "eagle3", head), target=model)
+        for kind, num_candidates in (("DFlash", 0), ("DFlash 2", 6)):
+            net = random_net(target_layers=model.config.num_hidden_layers, num_candidates=num_candidates)
+            yield kind, AutoDrafter.from_pretrained(write_net(tmp_path / kind, net), target=model)
     one = random_drafter(target_layers=model.config.num_hidden_layers, std=0.2)
     folder = write_drafter(tmp_path / "dspark", one)
     yield "DSpark", AutoDrafter.from_pretrained(folder, target=model, schedule=0.4)

@@ -21,6 +21,7 @@ _METHOD_MODULES = (
     "lookup",
     "draft_model",
     "eagle3",
+    "dflash",
     "dspark",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
@@ -149,7 +150,8 @@ class AutoDrafter:
             revision, subfolder, token, local_files_only: as in transformers.
             dtype, device: of the drafter's weights; the target's by default.
             overrides: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`aux_layers`,
-                `own_embedding` and `norm_output` of EAGLE-3, `aux_layers`, `own_embedding` and `first_slot` of DSpark).
+                `own_embedding` and `norm_output` of EAGLE-3, the first two of DFlash, these and
+                `first_slot` of DSpark).
 
         Raises:
             ValueError: the format is unknown (the sentence lists what was found), or does not fit the target.

@@ -22,6 +22,8 @@ class BlockConfig:
             are `block_size` drafts (DSpark). 1: every masked row guesses its own token, `block_size - 1` (DFlash).
         mask_token_id: row of the embedding that stands for a token to be guessed.
         windows: for each layer the tokens that it attends over, None for all.
+        windows_from_anchor: every row of a block sees as many tokens before the anchor as the window is wide, and the
+            block besides; otherwise a window is counted from each row and includes it.
         causal: for each layer whether a row of the block sees only rows up to itself; otherwise it sees all of them.
         rope_parameters, max_position_embeddings: rotary embedding, in transformers' spelling.
         qk_norm: queries and keys are normed per head.
@@ -45,6 +47,7 @@ class BlockConfig:
     mask_token_id: int
     windows: tuple[int | None, ...] = (None,)
     causal: tuple[bool, ...] = (False,)
+    windows_from_anchor: bool = False
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})

@@ -79,7 +79,11 @@ class BlockSession(DraftSession):
         seen = (keys >= first) & (keys <= rows[:, -1:, None]) | (distance == 0)
         masks = {}
         for window, is_causal in set(zip(windows, causal, strict=True)):
-            mask = seen if window is None else seen & (distance.abs() < window)
+            mask = seen
+            if window is not None and self.config.windows_from_anchor:
+                mask = seen & (distance[:, :1] <= window)
+            elif window is not None:
+                mask = seen & (distance.abs() < window)
             masks[window, is_causal] = (mask & (distance >= 0) if is_causal else mask)[:, None]
 
         def attend(index: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

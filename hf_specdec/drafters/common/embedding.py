@@ -17,15 +17,17 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def stored_embeddings(embedding: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """[..., H] embeddings of tokens [...] as they are stored: some targets scale theirs on the way out (Gemma).
+    """[..., H] embeddings of tokens [...] as they are stored: some targets scale or norm theirs on the way out.
 
     Ids beyond the table, as placeholders of images may be, get its last row.
     """
     tokens = tokens.clamp_max(num_rows(embedding) - 1)
-    if getattr(embedding, "embed_scale", None) is None:
+    weight: Any = embedding.weight
+    is_plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype in _PLAIN
+    if not is_plain or hasattr(embedding, "base_layer"):  # packed, or with an adapter beside it
         return embedding(on_device_of(embedding, tokens))
-    with present_weight(embedding) as weight:
-        return F.embedding(tokens.to(weight.device), weight)
+    with present_weight(embedding) as table:
+        return F.embedding(tokens.to(table.device), table)
 
 
 def head_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Drafting with DFlash (Chen et al. 2026, arXiv:2602.06036): the tokens of a block are guessed side by side."""
+"""Drafting with DFlash (Chen et al. 2026, arXiv:2602.06036): the tokens of a block are guessed side by side.
+
+DFlash 2 picks each token among the likeliest ones of its row, given the token before it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from ...verification import Draft
 from ..base import DraftRequest, DraftSession
 from ..common.block_drafter import BlockDrafter
 from ..common.block_session import BlockSession
-from ..common.chain import draw_chain
+from ..common.chain import Advance, draw_chain
+from .modeling import DFlash2Model
 
 _CAUSES = (
     "another revision of the target, the layer ids (aux_layers=...), a thinking template where the drafter was trained "
@@ -19,13 +23,14 @@ _CAUSES = (
 
 
 class DFlashDrafter(BlockDrafter):
-    """A DFlash drafter; the arguments are those of BlockDrafter."""
+    """A DFlash or DFlash 2 drafter; the arguments are those of BlockDrafter."""
 
     method = "dflash"
-    option_names = ("aux_layers",)
+    option_names = ("aux_layers", "own_embedding")
 
     def start(self, request: DraftRequest) -> DraftSession:
-        return DFlashSession(self, request)
+        is_second = isinstance(self.model, DFlash2Model)
+        return DFlash2Session(self, request) if is_second else DFlashSession(self, request)
 
 
 class DFlashSession(BlockSession):
@@ -36,10 +41,40 @@ class DFlashSession(BlockSession):
         self.drafter = drafter
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
+        if max(budget) == 0:
+            return Draft.empty(len(budget), self.rows.ids.device)
+        # The block is always whole: a shorter one is another input to a network that sees all of it.
         states = self.run_block()[:, : max(budget)]
         logits = self.drafter.scatter(self.drafter.logits(states, self.request), self.request)
+        return draw_chain(self.request, budget, verification, self.guesses(states, logits))
+
+    def guesses(self, states: torch.Tensor, logits: torch.Tensor) -> Advance:
+        """The logits of each slot, for `draw_chain`.
+
+        Args:
+            states: [B, n, H] of the slots, after the last norm.
+            logits: [B, n, V] fp32 of each slot by itself.
+        """
 
         def advance(token: torch.Tensor | None, slot: int) -> torch.Tensor:
             return logits[:, slot : slot + 1]
 
-        return draw_chain(self.request, budget, verification, advance)
+        return advance
+
+
+class DFlash2Session(DFlashSession):
+    """A call's blocks, each token chosen among its row's candidates. The draft's law knows no token beside them."""
+
+    def guesses(self, states: torch.Tensor, logits: torch.Tensor) -> Advance:
+        assert isinstance(self.model, DFlash2Model)
+        selector, device = self.model.candidate_selector, states.device
+        likeliest, candidates = logits.topk(min(selector.num_candidates, logits.shape[-1]), dim=-1)
+
+        def advance(token: torch.Tensor | None, slot: int) -> torch.Tensor:
+            here = slice(slot, slot + 1)
+            previous = self.rows.last_tokens() if token is None else token
+            ids = candidates[:, here]
+            scores = selector(states[:, here], previous.to(device), ids.to(device)).to(logits.device)
+            return torch.full_like(logits[:, here], -torch.inf).scatter_(-1, ids, likeliest[:, here] + scores)
+
+        return advance
