@@ -1,14 +1,18 @@
-"""What drafters are accepted for on prompts that none was trained on: MT-Bench 81-140 (both turns), HumanEval/0-99.
+"""Drafters side by side on prompts that none was trained on: MT-Bench 81-140 (both turns), HumanEval/0-99, and edits
+of the solutions of HumanEval/0-29.
 
-    python benchmarks/acceptance.py [FOLDER ...] [--out benchmarks/results/FILE.json]
+    python benchmarks/acceptance.py [FOLDER ...] [--timed 8] [--out benchmarks/results/FILE.json]
 
 Greedy answers of at most 128 tokens by the small real target; prompt lookup is in every table, because it costs
-nothing. tau is emitted tokens per verification, the prefill not counted. Speed is not measured here: that is
-efficiency.py, one answer at a time.
+nothing. tau is emitted tokens per verification, the prefill not counted. With --timed the first so many prompts of each
+set are answered one by one, by plain `generate` and by each drafter in turn, and the table has the speed-up and what a
+draft, a verification and a plain step took.
 """
 
 import argparse
 import json
+import platform
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec import AutoDrafter, Drafter
-from hf_specdec.demo import evaluation_prompts, load_small_target
+from hf_specdec import AutoDrafter, Drafter, SpecStats
+from hf_specdec.demo import edit_prompts, evaluation_prompts, load_small_target
 
 NEW_TOKENS = 128
 BATCH_SIZE = 10
@@ -29,6 +33,7 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="of those; lookup drafts as it does by default")
     parser.add_argument("--dtype", default="bfloat16", help="of target and drafters")
     parser.add_argument("--limit", type=int, help="take only the first so many prompts of each set")
+    parser.add_argument("--timed", type=int, default=0, help="also time the first so many prompts of each set")
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
 
@@ -39,20 +44,28 @@ def main() -> None:
             folder, target=model, num_draft_tokens=arguments.num_draft_tokens
         )
     rows = []
+    chats: dict[str, list] = {}
     for name, drafter in drafters.items():
-        for title, row in measure(model, tokenizer, drafter, arguments.limit).items():
+        for title, row in measure(model, tokenizer, drafter, arguments.limit, chats).items():
             rows.append({"prompts": title, "drafter": name, **row})
             accepted = " ".join(f"{share:.3f}" for share in row["accepted_per_position"][:8])
             print(f"{title:18} {name:32} tau {row['tau']:.2f}   accepted by position {accepted}", flush=True)
+    timed = []
+    for title, prompts in chats.items() if arguments.timed else ():
+        for name, row in race(model, tokenizer, drafters, prompts[: arguments.timed]).items():
+            timed.append({"prompts": title, "drafter": name, **row})
+            print(format_timed(timed[-1]), flush=True)
     if arguments.out:
         options = {"dtype": arguments.dtype, "num_draft_tokens": arguments.num_draft_tokens, "new_tokens": NEW_TOKENS}
-        arguments.out.write_text(json.dumps({**options, "rows": rows}, indent=1) + "\n")
+        machine = {"platform": platform.platform(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+        table = {"machine": machine, **options, "rows": rows, "timed": timed}
+        arguments.out.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, limit: int | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, limit: int | None, chats: dict
 ) -> dict[str, dict]:
-    """Set of prompts -> tau and acceptance by position."""
+    """Set of prompts -> tau and acceptance by position; the sets are put into `chats`."""
     first, second, code = [], [], []
     for prompt in evaluation_prompts():
         (code if prompt.name.startswith("HumanEval") else first).append(prompt.turns)
@@ -63,11 +76,54 @@ def measure(
     for question, reply, turns in zip(questions, answers, first, strict=False):
         second.append([*question, {"role": "assistant", "content": reply}, {"role": "user", "content": turns[1]}])
     table["MT-Bench, turn 2"] = answer(model, tokenizer, drafter, second)[1]
-    heads = [[{"role": "user", "content": turns[0]}] for turns in code[:limit]]
+    heads, edits = (
+        [[{"role": "user", "content": turns[0]}] for turns in sets[:limit]]
+        for sets in (code, [prompt.turns for prompt in edit_prompts()])
+    )
     table["HumanEval"] = answer(model, tokenizer, drafter, heads)[1]
     table["MT-Bench"] = total([table["MT-Bench, turn 1"], table["MT-Bench, turn 2"]])
     table["all"] = total([table["MT-Bench"], table["HumanEval"]])
+    table["code edits"] = answer(model, tokenizer, drafter, edits)[1]
+    chats.update({"MT-Bench, turn 1": questions, "HumanEval": heads, "code edits": edits})
     return {title: finished(counts) for title, counts in table.items()}
+
+
+def race(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafters: dict[str, Drafter], chats: list
+) -> dict[str, dict]:
+    """name -> speed-up over plain `generate`, and milliseconds of a draft, a verification and a plain step."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, int] = defaultdict(int)
+    stats: dict[str, SpecStats] = {}
+    for warm_up, chat in [(True, chats[0]), *((False, chat) for chat in chats)]:
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        for name, drafter in (("plain", None), *drafters.items()):
+            options = {} if drafter is None else {"assistant_model": drafter}
+            start = time.perf_counter()
+            ids = model.generate(**inputs, **options, do_sample=False, max_new_tokens=NEW_TOKENS)
+            if warm_up:
+                continue
+            seconds[name] += time.perf_counter() - start
+            tokens[name] += ids.shape[1] - inputs["input_ids"].shape[1]
+            if drafter is not None and drafter.last_stats is not None:
+                stats[name] = stats[name] + drafter.last_stats if name in stats else drafter.last_stats
+    step = seconds["plain"] / tokens["plain"]
+    return {
+        name: {
+            "speed_up": step / (seconds[name] / tokens[name]),
+            "draft_ms": 1e3 * one.draft_time / one.num_forwards,
+            "verification_ms": 1e3 * one.verify_time / one.num_forwards,
+            "plain_step_ms": 1e3 * step,
+        }
+        for name, one in stats.items()
+    }
+
+
+def format_timed(row: dict) -> str:
+    return (
+        f"{row['prompts']:18} {row['drafter']:32} speed-up {row['speed_up']:.2f}   draft {row['draft_ms']:.1f} ms   "
+        f"verification {row['verification_ms']:.1f} ms   plain step {row['plain_step_ms']:.1f} ms"
+    )
 
 
 def answer(

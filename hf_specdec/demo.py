@@ -123,6 +123,21 @@ def humaneval_prompts() -> list[Prompt]:
     return [Prompt(problem["task_id"], "code", (problem["prompt"],)) for problem in _records("humaneval", HUMANEVAL)]
 
 
+def edit_prompts() -> list[Prompt]:
+    """Functions to be changed in one place: the solutions of HumanEval/0-29, asked for with a line more."""
+    return [
+        Prompt(
+            f"edit/{problem['task_id']}",
+            "code edit",
+            (
+                f"Add a line at the start of this function that prints its arguments, and show the whole code:\n\n"
+                f"```python\n{problem['prompt']}{problem['canonical_solution']}```",
+            ),
+        )
+        for problem in _records("humaneval", HUMANEVAL)[:30]
+    ]
+
+
 def mtbench_questions() -> list[Prompt]:
     """MT-Bench's 80 two-turn questions (Zheng et al. 2023, Apache-2.0), numbered 81 to 160."""
     return [

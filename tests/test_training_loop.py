@@ -20,6 +20,7 @@ from hf_specdec.export.eagle3 import save_eagle3
 from hf_specdec.training import loop
 from hf_specdec.training.__main__ import main
 from hf_specdec.training.batches import held_out_batches, train_batches
+from hf_specdec.training.blocks import BlockTraining
 from hf_specdec.training.eagle3 import Eagle3Training, new_head
 from hf_specdec.training.loop import TrainOptions, evaluate, train
 from hf_specdec.training.shards import HELD_OUT, shards
@@ -200,34 +201,42 @@ def saved_target(tmp_path_factory) -> Path:
 
 
 DATA = "--num-tokens 500 --max-length 48 --max-new-tokens 24 --num-rows 4 --num-code 0 --num-text 0 --num-synthesised 0"
-TRAINING = "--draft-vocab-size 60 --epochs 1 --batch-tokens 300 --num-steps 2"
+TRAINING = "--draft-vocab-size 60 --epochs 1 --batch-tokens 300"
+OF_METHOD = {
+    "eagle3": "--num-steps 2",
+    "dflash": "--num-drafts 3 --num-layers 1",
+    "dspark": "--num-drafts 3 --num-layers 1 --markov-rank 8 --confidence-detached",
+}
 
 
 def command(target: Path, out: Path, *extra: str, method: str = "eagle3") -> list[str]:
     asked = write_prompts(out.with_suffix(".jsonl"), random_prompts(60))
     where = ["--target", str(target), "--out", str(out), "--prompts", str(asked)]
-    options = f"{DATA} --num-follow-ups 4 --dtype float32 --aux-layers 0 1 2 {TRAINING if method == 'eagle3' else ''}"
+    training = f"{TRAINING} {OF_METHOD[method]}" if method in OF_METHOD else ""
+    options = f"{DATA} --num-follow-ups 4 --dtype float32 --aux-layers 0 1 2 {training}"
     return [method, *where, *options.split(), *extra]
 
 
-def test_the_command_makes_a_drafter_and_asking_again_does_nothing(saved_target, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "head"
-    main(command(saved_target, out))
+@pytest.mark.parametrize("method", OF_METHOD)
+def test_the_command_makes_a_drafter_and_asking_again_does_nothing(saved_target, tmp_path, monkeypatch, capsys, method):
+    out = tmp_path / "drafter"
+    main(command(saved_target, out, method=method))
     assert f"{out} holds the drafter" in capsys.readouterr().out
     target = tiny_target()
     drafter = AutoDrafter.from_pretrained(out, target=target)
     options = dict(max_new_tokens=20, do_sample=False)
     expected = target.generate(**prompts([9, 4]), **options)
     assert torch.equal(target.generate(**prompts([9, 4]), **options, assistant_model=drafter), expected)
+    assert drafter.method == method
     assert drafter.last_stats.num_drafted > 0 and drafter.model.config.aux_layers == (0, 1, 2)
     record = json.loads((out / "training.json").read_text())
     assert record["options"]["draft_vocab_size"] == 60 and record["options"]["epochs"] == 1
     assert 0.5 < record["draft_vocabulary_coverage"] <= 1.0 and record["held_out"][-1]["step"] >= 2
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    monkeypatch.setattr(Eagle3Training, "forward", no_step)
+    monkeypatch.setattr(Eagle3Training if method == "eagle3" else BlockTraining, "forward", no_step)
     AcceleratorState._reset_state(reset_partial_state=True)
-    main(command(saved_target, out))
+    main(command(saved_target, out, method=method))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 

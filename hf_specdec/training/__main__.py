@@ -26,12 +26,23 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..drafters.eagle3.configuration import default_aux_layers
+from ..export.blocks import save_block_drafter
 from ..export.eagle3 import save_eagle3
-from . import calibrate, eagle3
+from . import blocks, calibrate, eagle3
+from .batches import held_out_batches
+from .block_start import start_well
 from .data import DataOptions, collect
 from .loop import TrainOptions, train
-from .vocabulary import most_frequent
+from .vocabulary import most_frequent, unused_token
 
+_METHODS = {
+    "data": "only collect the data",
+    "eagle3": "an EAGLE-3 head",
+    "dflash": "a DFlash drafter",
+    "dspark": "a DSpark drafter",
+}
+_OPTIONS = {"eagle3": eagle3.Eagle3Options, "dflash": blocks.BlockOptions, "dspark": blocks.DSparkOptions}
+_START_TOKENS, _START_TEXTS = 4096, 50  # tokens of a batch, and texts, that a start is fitted to
 _PATIENCE = timedelta(hours=6)  # processes wait for each other between stages, and answer at their own pace
 
 
@@ -66,32 +77,57 @@ def main(arguments: list[str] | None = None) -> None:
         chosen.prompts,
         chosen.held_out,
     )
-    if chosen.method == "eagle3":
-        _train_eagle3(target, accelerator, folder, layers, chosen)
+    if chosen.method != "data":
+        _train(target, tokenizer, accelerator, folder, layers, chosen)
 
 
-def _train_eagle3(
-    target: PreTrainedModel, accelerator: Accelerator, folder: Path, layers: tuple[int, ...], chosen: argparse.Namespace
+def _train(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    accelerator: Accelerator,
+    folder: Path,
+    layers: tuple[int, ...],
+    chosen: argparse.Namespace,
 ) -> None:
-    options, work = _options(eagle3.Eagle3Options, chosen), chosen.out / "checkpoint"
+    options: Any = _options(_OPTIONS[chosen.method], chosen)
     vocab_size = target.config.get_text_config().vocab_size
     size = min(options.draft_vocab_size, vocab_size)
     target_ids, covered = most_frequent(folder, size, vocab_size)
     accelerator.print(f"The {size:,} draft tokens make up {covered:.1%} of the answers.")
+    if getattr(options, "mask_token_id", 0) is None:
+        options = dataclasses.replace(options, mask_token_id=unused_token(folder, tokenizer, vocab_size))
     torch.manual_seed(chosen.seed)
-    head = eagle3.new_head(target, layers, target_ids, options.intermediate_size)
-    module = eagle3.Eagle3Training(head, target, target_ids, options.num_steps, options.decay).to(accelerator.device)
+    module: eagle3.Eagle3Training | blocks.BlockTraining
+    embedding: Any = target.get_input_embeddings().weight.detach()
+    if isinstance(options, eagle3.Eagle3Options):
+        head = eagle3.new_head(target, layers, target_ids, options.intermediate_size)
+        module = eagle3.Eagle3Training(head, target, target_ids, options.num_steps, options.decay)
+    else:
+        model = blocks.new_block_drafter(target, layers, size, options)
+        some = held_out_batches(folder, _START_TOKENS, _START_TEXTS)
+        start_well(model.to(accelerator.device), embedding, [batch.to(accelerator.device) for batch in some])
+        module = blocks.BlockTraining(model, target, target_ids, options)
     training = _options(TrainOptions, chosen)
-    history = train(module, accelerator, folder, work, training)
-    if accelerator.is_main_process:
-        save_eagle3(chosen.out, head, target_ids if size < vocab_size else None)
-        record = {
-            "options": {**dataclasses.asdict(options), **dataclasses.asdict(training)},
-            "draft_vocabulary_coverage": covered,
-            "held_out": history,
-        }
-        (chosen.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"{chosen.out} holds the drafter: AutoDrafter.from_pretrained({str(chosen.out)!r}, target=model)")
+    history = train(module.to(accelerator.device), accelerator, folder, chosen.out / "checkpoint", training)
+    if not accelerator.is_main_process:
+        return
+    drafted = target_ids if size < vocab_size else None
+    if isinstance(module, eagle3.Eagle3Training):
+        save_eagle3(chosen.out, module.model, drafted)
+    else:
+        save_block_drafter(chosen.out, module.model, module.lm_head, drafted, _public_name(chosen.target))
+    record = {
+        "options": {**dataclasses.asdict(options), **dataclasses.asdict(training)},
+        "draft_vocabulary_coverage": covered,
+        "held_out": history,
+    }
+    (chosen.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{chosen.out} holds the drafter: AutoDrafter.from_pretrained({str(chosen.out)!r}, target=model)")
+
+
+def _public_name(target: str) -> str:
+    """What a drafter's config calls its target: a name on the Hub, or the folder's own name."""
+    return Path(target).name if Path(target).is_dir() else target
 
 
 def _aux_layers(parser: argparse.ArgumentParser, target: PreTrainedModel, asked: list[int] | None) -> tuple[int, ...]:
@@ -115,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     title = "correct the confidence of a drafter"
     formatter = argparse.ArgumentDefaultsHelpFormatter
     calibrate.add_arguments(methods.add_parser("calibrate", help=title, description=title, formatter_class=formatter))
-    for method, description in (("data", "only collect the data"), ("eagle3", "an EAGLE-3 head")):
+    for method, description in _METHODS.items():
         one = methods.add_parser(
             method, help=description, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
@@ -128,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--aux-layers", type=int, nargs="+", help="layers whose inputs are kept (2, n/2 and n-3)")
         one.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
         _add(one.add_argument_group("data"), DataOptions)
-        if method == "eagle3":
-            _add(one.add_argument_group("head"), eagle3.Eagle3Options)
+        if method in _OPTIONS:
+            _add(one.add_argument_group("drafter"), _OPTIONS[method])
             _add(one.add_argument_group("training"), TrainOptions)
     return parser
 
@@ -138,15 +174,13 @@ def _add(group: Any, options: type) -> None:
     """An argument for each field; the help is the field's line in the class's docstring."""
     help_of = _described(options)
     for field, type_ in _fields(options):
+        name, described = f"--{field.name.replace('_', '-')}", dict(default=field.default, help=help_of[field.name])
+        if type_ is bool:
+            group.add_argument(name, action=argparse.BooleanOptionalAction, **described)
+            continue
         many = typing.get_origin(type_) is tuple
         plain = typing.get_args(type_)[0] if typing.get_args(type_) else type_
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=plain,
-            nargs="+" if many else None,
-            default=field.default,
-            help=help_of[field.name],
-        )
+        group.add_argument(name, type=plain, nargs="+" if many else None, **described)
 
 
 def _options(options: Any, chosen: argparse.Namespace) -> Any:
@@ -165,8 +199,10 @@ def _names(options: Any) -> set[str]:
 
 
 def _described(options: type) -> dict[str, str]:
-    """name -> text of the `Attributes:` of a docstring, each on one line."""
-    lines = (options.__doc__ or "").partition("Attributes:")[2].splitlines()
+    """name -> text of the `Attributes:` of a class and its bases, each on one line."""
+    lines = [
+        line for c in reversed(options.__mro__) for line in (c.__doc__ or "").partition("Attributes:")[2].splitlines()
+    ]
     return {name.strip(): text.strip() for name, colon, text in (line.partition(":") for line in lines) if colon}
 
 
