@@ -14,6 +14,7 @@ from tiny import perturbed, prompts, tiny_target
 from hf_specdec import AutoDrafter
 from hf_specdec.decoding import loop
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.integration.options import num_draft_tokens
 from hf_specdec.scheduling import Governor
 
 VERIFICATION = 1.0  # seconds of a plain step; other costs are in its units
@@ -338,3 +339,19 @@ def test_one_slow_round_does_not_turn_drafting_off(slow_at, plain_steps):
     ours.observe([k], [k], 10 * world.cost(k)[0], 10 * world.cost(k)[1])
     lengths, _ = world.run(ours, 40)
     assert lengths.count(0) == 0 and sum(lengths) / len(lengths) > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, (4, 4, True)),
+        ({"num_draft_tokens": 3}, (3, 3, False)),
+        ({"governor": "off"}, (4, 4, False)),
+        ({"schedule": 0.5}, (4, 4, False)),
+    ],
+)
+def test_a_drafter_with_a_longest_draft_is_shortened_too_where_drafts_do_not_pay(options, lengths):
+    model = tiny_target("llama")
+    drafter = ScriptedDrafter([[5] * 40], **options).bind(model)
+    drafter.default_num_draft_tokens = drafter.max_num_draft_tokens = 4
+    assert num_draft_tokens(drafter, model.generation_config) == lengths

@@ -18,7 +18,8 @@ from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter
 from ..verification import Draft, Sampled, Verdict
-from .generate import call_noise, draft_request, num_draft_tokens, resolve
+from .generate import draft_request
+from .options import call_noise, num_draft_tokens, resolve
 
 
 class DrafterCandidates(CandidateGenerator):
@@ -46,7 +47,7 @@ class DrafterCandidates(CandidateGenerator):
             raise ValueError(
                 "transformers' own loop serves one row and drafters that need no hidden states of the target."
             )
-        self.num_tokens, _ = num_draft_tokens(drafter, generation_config)
+        self.num_tokens = num_draft_tokens(drafter, generation_config).first
         self.max_width = generation_config.max_length
         columns = self.max_width + self.num_tokens + 1
         self.rows = Rows(input_ids, None, pad_token_id=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -25,11 +24,11 @@ from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
 from ..drafters.base import Drafter, DraftRequest, Source
 from ..metrics import RowStats, SpecStats
-from ..scheduling import Governor, Schedule
+from ..scheduling import Governor
 from ..verification import Noise
 from .caches import check_cache, check_implementation
-from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
 from .encoder_decoder import dictionary
+from .options import call_noise, num_draft_tokens, resolve, schedule_of
 from .own_target import why_not_served
 from .prepared import Prepared
 from .probe import check_ragged
@@ -116,7 +115,7 @@ def check_inputs(prepared: Prepared) -> None:
         raise ValueError("`input_ids` is empty; give at least one token.")
     limit = length_limit(model)
     if limit is not None:
-        most = limit[0] - num_draft_tokens(drafter, prepared.config)[1] - prepared.earlier
+        most = limit[0] - num_draft_tokens(drafter, prepared.config).longest - prepared.earlier
         if criteria.max_length > most:
             raise ValueError(
                 f"`max_length` is {criteria.max_length}; {name} is served up to {most} tokens, because {limit[1]}."
@@ -146,8 +145,8 @@ def generate(prepared: Prepared) -> Generated:
     model, drafter, input_ids, earlier = prepared.model, prepared.drafter, prepared.input_ids, prepared.earlier
     batch_size, returned = prepared.batch_size, prepared.returned
     config = resolve(drafter, prepared.config)
-    length, longest = num_draft_tokens(drafter, prepared.config)
-    max_columns = max(prepared.max_width, prepared.width + 1) + longest + 1
+    lengths = num_draft_tokens(drafter, prepared.config)
+    max_columns = max(prepared.max_width, prepared.width + 1) + lengths.longest + 1
     processors = BlockProcessors(prepared.processors)
     if batch_size > 1 and returned and processors.stateful:
         raise ValueError(
@@ -183,7 +182,7 @@ def generate(prepared: Prepared) -> Generated:
         stops=stops_of(prepared),
         rule=config.rule,
         noise=noise,
-        governor=Governor(length, longest, adaptive=longest > length),
+        governor=Governor(*lengths),
         schedule=schedule_of(config),
         publisher=Publisher(prepared.streamer, rows),
         recorder=recorder,
@@ -246,58 +245,6 @@ def draft_request(
         max_columns=max_columns,
         source=source,
     )
-
-
-def call_noise(
-    config: SpecConfig, generation_config: GenerationConfig, input_ids: torch.Tensor
-) -> tuple[Noise | None, int | list[int] | None]:
-    """The noise of a sampling call and its seed, drawn from torch's generator where none is given."""
-    if not generation_config.do_sample:
-        return None, None
-    seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
-    return Noise.from_seed(seed, input_ids.shape[0], input_ids.device), seed
-
-
-def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig:
-    """The drafter's options with "auto" resolved for this call."""
-    config = drafter.spec_config
-    if not generation_config.do_sample:
-        return replace(config, rule="match", draft_sampling="greedy")
-    rule = "coupled" if config.rule == "auto" else config.rule
-    sampling = config.draft_sampling
-    if sampling == "auto":
-        sampling = "greedy" if rule == "match" else "sample"
-    return replace(config, rule=rule, draft_sampling=sampling)
-
-
-def schedule_of(config: SpecConfig) -> Schedule | None:
-    """What cuts the drafts of a call; each row that is run by itself has its own."""
-    return None if config.schedule is None else Schedule(config.schedule)
-
-
-def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> tuple[int, int]:
-    """(length to start with, longest length); they differ where the governor may adapt.
-
-    `generate(num_assistant_tokens=k)` wins. transformers fills in 20 where nothing was given, so 20 counts as unset.
-    """
-    k = getattr(generation_config, "num_assistant_tokens", None)
-    if k is not None and k != DEFAULT_NUM_ASSISTANT_TOKENS:
-        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < 1024:
-            raise ValueError(f"`num_assistant_tokens` is {k!r}; give an integer from 0 to 1023.")
-        return (_within_limit(drafter, "num_assistant_tokens", k),) * 2
-    config, limit = drafter.spec_config, drafter.max_num_draft_tokens
-    if config.num_draft_tokens != "auto":
-        return (_within_limit(drafter, "num_draft_tokens", int(config.num_draft_tokens)),) * 2
-    length = drafter.default_num_draft_tokens
-    longest = length if config.governor == "off" else 2 * length
-    return length, longest if limit is None else min(longest, limit)
-
-
-def _within_limit(drafter: Drafter, option: str, length: int) -> int:
-    limit = drafter.max_num_draft_tokens
-    if limit is not None and length > limit:
-        raise ValueError(f"`{option}` is {length}; this {drafter.method!r} drafter drafts at most {limit} tokens.")
-    return length
 
 
 def eos_token_ids(criteria: Iterable[Any]) -> list[int]:

@@ -28,18 +28,9 @@ from ..verification import Noise
 from .caches import with_growing_cache
 from .compat import TOKEN_TYPES
 from .encoder_decoder import from_encoder, row_of_inputs
-from .generate import (
-    Generated,
-    call_noise,
-    check_inputs,
-    draft_request,
-    num_draft_tokens,
-    output_of,
-    resolve,
-    schedule_of,
-    stops_of,
-)
+from .generate import Generated, check_inputs, draft_request, output_of, stops_of
 from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
+from .options import DraftLengths, call_noise, num_draft_tokens, resolve, schedule_of
 from .own_probe import rollback_of
 from .own_target import OwnModel, OwnTarget, ReplayGovernor, fresh_cache
 from .prepared import Prepared
@@ -109,8 +100,10 @@ def _run_padding(call: Call, rows: Rows, end: int) -> None:
 def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | None) -> tuple[Call, Rows]:
     """The loop's call for a row, and the row."""
     rows = Rows(row.input_ids, row.attention_mask, row.pad_token_id)
-    length, longest = num_draft_tokens(row.drafter, row.config) if target.rollback != "stepwise" else (0, 0)
-    max_columns = max(row.max_width, row.width + 1) + longest + 1
+    lengths = num_draft_tokens(row.drafter, row.config)
+    if target.rollback == "stepwise":
+        lengths = DraftLengths(0, 0, adaptive=False)
+    max_columns = max(row.max_width, row.width + 1) + lengths.longest + 1
     processors = BlockProcessors(row.processors)
     request = draft_request(row.model, rows, row.attention_mask, processors, config, noise, max_columns, row.source)
     limit = max_positions(row.model)
@@ -123,7 +116,7 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | N
         stops=stops_of(row),
         rule=config.rule,
         noise=noise,
-        governor=ReplayGovernor(target, rows, length, longest, adaptive=longest > length),
+        governor=ReplayGovernor(target, rows, *lengths),
         schedule=schedule_of(config),
         publisher=Publisher(row.streamer, rows),
         recorder=Recorder(row.returned),

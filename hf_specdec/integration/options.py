@@ -1,0 +1,84 @@
+"""A drafter's options as a generate call resolves them: rule, noise, draft lengths, schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from ..config import SpecConfig
+from ..drafters.base import Drafter
+from ..scheduling import Schedule
+from ..verification import Noise
+from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
+
+
+def call_noise(
+    config: SpecConfig, generation_config: GenerationConfig, input_ids: torch.Tensor
+) -> tuple[Noise | None, int | list[int] | None]:
+    """The noise of a sampling call and its seed, drawn from torch's generator where none is given."""
+    if not generation_config.do_sample:
+        return None, None
+    seed = config.seed if config.seed is not None else int(torch.randint(2**63 - 1, ()))
+    return Noise.from_seed(seed, input_ids.shape[0], input_ids.device), seed
+
+
+def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig:
+    """The drafter's options with "auto" resolved for this call."""
+    config = drafter.spec_config
+    if not generation_config.do_sample:
+        return replace(config, rule="match", draft_sampling="greedy")
+    rule = "coupled" if config.rule == "auto" else config.rule
+    sampling = config.draft_sampling
+    if sampling == "auto":
+        sampling = "greedy" if rule == "match" else "sample"
+    return replace(config, rule=rule, draft_sampling=sampling)
+
+
+def schedule_of(config: SpecConfig) -> Schedule | None:
+    """What cuts the drafts of a call; each row that is run by itself has its own."""
+    return None if config.schedule is None else Schedule(config.schedule)
+
+
+class DraftLengths(NamedTuple):
+    """How many tokens a call drafts.
+
+    Attributes:
+        first: in the first round.
+        longest: ever.
+        adaptive: whether the governor may change it.
+    """
+
+    first: int
+    longest: int
+    adaptive: bool
+
+
+def num_draft_tokens(drafter: Drafter, generation_config: GenerationConfig) -> DraftLengths:
+    """Draft lengths of a call.
+
+    `generate(num_assistant_tokens=k)` wins. transformers fills in 20 where nothing was given, so 20 counts as unset.
+    """
+    k = getattr(generation_config, "num_assistant_tokens", None)
+    if k is not None and k != DEFAULT_NUM_ASSISTANT_TOKENS:
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k < 1024:
+            raise ValueError(f"`num_assistant_tokens` is {k!r}; give an integer from 0 to 1023.")
+        k = _within_limit(drafter, "num_assistant_tokens", k)
+        return DraftLengths(k, k, adaptive=False)
+    config, limit = drafter.spec_config, drafter.max_num_draft_tokens
+    if config.num_draft_tokens != "auto":
+        k = _within_limit(drafter, "num_draft_tokens", int(config.num_draft_tokens))
+        return DraftLengths(k, k, adaptive=False)
+    first = drafter.default_num_draft_tokens
+    adaptive = config.governor != "off" and config.schedule is None  # a schedule cuts drafts itself
+    longest = 2 * first if adaptive else first
+    return DraftLengths(first, longest if limit is None else min(longest, limit), adaptive)
+
+
+def _within_limit(drafter: Drafter, option: str, length: int) -> int:
+    limit = drafter.max_num_draft_tokens
+    if limit is not None and length > limit:
+        raise ValueError(f"`{option}` is {length}; this {drafter.method!r} drafter drafts at most {limit} tokens.")
+    return length
