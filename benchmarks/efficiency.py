@@ -24,8 +24,9 @@ from hf_specdec import AutoDrafter, Drafter
 from hf_specdec.decoding.cache import RaggedCache
 from hf_specdec.decoding.ragged_model import RaggedModel
 from hf_specdec.demo import SHOWN_PROMPTS, load_small_target
+from hf_specdec.drafters.common.rotary import layer_config
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.drafters.eagle3.modeling import Eagle3Model, layer_config
+from hf_specdec.drafters.eagle3.modeling import Eagle3Model
 
 HEAD = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-eagle3"
 NEW_TOKENS = 128

@@ -67,6 +67,16 @@ def test_every_output_is_that_of_plain_generate(name, batch):
             assert one.get_seq_length() == other.get_seq_length()
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_attentions_are_as_empty_as_in_plain_generate_where_the_backend_gives_none(name):
+    model, inputs = tiny_target(name), inputs_of("one row")
+    assert model.config._attn_implementation == "sdpa"
+    options = dict(max_new_tokens=6, eos_token_id=None, output_attentions=True, return_dict_in_generate=True)
+    expected = model.generate(**inputs, **options)
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1)
+    assert model.generate(**inputs, **options, assistant_model=drafter).attentions == expected.attentions
+
+
 def test_outputs_are_whole_while_the_drafter_taps_hidden_states(tmp_path):
     model, batch = eager_target("llama"), "rows that end apart"
     head = random_head(target_layers=tiny_config("llama").num_hidden_layers, aux_layers=(0, 2, 3))

@@ -107,6 +107,13 @@ def test_features_of_generate_are_served_with_images(name, feature):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
+def test_a_static_cache_is_served_where_layers_of_images_are_short():
+    model, inputs = tiny_vlm("mllama"), with_images("mllama", *BATCHES["one row"])
+    expected = generate(model, inputs, cache_implementation="static")
+    found = generate(model, inputs, scripted(model, inputs, expected), cache_implementation="static")
+    assert torch.equal(found, expected)
+
+
 def two_turns(name, second_images, first=None, second=None):
     """The text after a second turn that goes on from the cache of the first."""
     model = tiny_vlm(name)

@@ -196,8 +196,8 @@ class Recorder:
         return States(states.hidden_states, tuple(attentions))
 
     def _attention(self, layers: Sequence[torch.Tensor], row: int, position: int, columns: int) -> list[torch.Tensor]:
-        """Each layer's attention [heads, 1, columns] of one position."""
-        windows = self._windows or [None] * len(layers)
+        """Each layer's attention [heads, 1, columns] of one position; nothing where the backend gives none."""
+        windows = (self._windows or [None] * len(layers))[: len(layers)]
         starts = [0 if window is None else max(0, columns - window) for window in windows]
         return [
             layer[row, :, position : position + 1, start:columns] for layer, start in zip(layers, starts, strict=True)

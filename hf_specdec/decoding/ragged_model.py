@@ -72,6 +72,18 @@ def length_limit(model: PreTrainedModel) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
+def most_tokens_at_once(model: PreTrainedModel) -> int | None:
+    """Tokens of one forward that are all sure to be computed, None where there is no limit.
+
+    Experts of limited capacity drop what is too much for them, which one-token steps never meet.
+    """
+    config = model.config.get_text_config()
+    share = getattr(config, "moe_eval_capacity_token_fraction", None)  # NLLB-MoE; negative for no limit in evaluation
+    if share is not None and 0 < share < 1:
+        return 1
+    return getattr(config, "expert_capacity", None)  # SwitchTransformers
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Positions that the model has embeddings for, None where the config names no number."""
     config = model.config.get_text_config()

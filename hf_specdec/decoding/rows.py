@@ -45,6 +45,7 @@ class Rows:
             for prompt, keeps in zip(input_ids.tolist(), kept, strict=True)
         ]
         self.finished = [False] * batch_size
+        self._placed = 0  # drafted tokens that stand in the scratch columns
         self.drafted = [0] * batch_size
         self.accepted = [0] * batch_size
         self.emitted: list[list[int]] = [[] for _ in range(batch_size)]
@@ -74,6 +75,7 @@ class Rows:
 
     def place_draft(self, tokens: torch.Tensor) -> None:
         """Write drafted tokens [B, n] into the scratch columns, where processors look for them."""
+        self._placed = max(self._placed, tokens.shape[1])
         self._write(tokens.clamp_min(0))
 
     def commit(self, draft: Draft, verdict: Verdict, stops: Stops, scores_after: ScoresAfter = no_scores) -> None:
@@ -115,15 +117,17 @@ class Rows:
             if self.finished[b]:  # what was drafted past the stop is not part of the statistics
                 self.drafted[b] = min(self.drafted[b], len(new))
                 self.accepted[b] = min(self.accepted[b], len(new))
-        self.lengths = torch.tensor(self.widths, device=self.ids.device)
+        self.lengths, self._placed = torch.tensor(self.widths, device=self.ids.device), 0
 
     def sequences(self) -> torch.Tensor:
         """[B, widest row] the texts, padded after their ends."""
         return self.ids[:, : max(self.widths)].clone()
 
     def _write_emitted(self, tokens: torch.Tensor) -> None:
-        """Write the emitted tokens at the rows' ends, and padding over what else the block left there."""
+        """Write the emitted tokens at the rows' ends, and padding over what else the round left there: a draft may have
+        been longer than what was verified of it."""
         counts = torch.tensor([len(new) for new in self.emitted], device=self.ids.device)
+        tokens = torch.nn.functional.pad(tokens, (0, max(0, self._placed - tokens.shape[1])))
         kept = self._columns[: tokens.shape[1]] < counts[:, None]
         self._write(tokens.masked_fill(~kept, self.pad_token_id))
 

@@ -65,7 +65,7 @@ def check_cache(prepared: Prepared) -> None:
     rows = {layer.keys.shape[0] for layer in layers if layer.is_initialized and layer.keys is not None}
     if rows - {prepared.batch_size}:
         raise ValueError(f"`cache` holds {max(rows)} rows and this call has {prepared.batch_size}; give the same rows.")
-    if type(cache) is StaticCache:
+    if type(cache) is StaticCache and getattr(cache, "_is_user_defined", False):
         _check_room(cache, earlier + prepared.max_width - 1)
 
 

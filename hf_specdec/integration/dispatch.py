@@ -21,7 +21,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 from ..drafters.base import Drafter
 from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, UTILS_PARAMETERS, check_signatures
-from .encoder_decoder import encoder_inputs
+from .encoder_decoder import encoder_inputs, with_named_outputs
 from .generate import check_call, is_drafter
 from .paths import decode
 from .pipelines import is_name, kept_drafter, wrap_init, wrap_pipeline
@@ -123,7 +123,7 @@ class SpecGenerate:
                 stopping_criteria,
                 generation_config,
                 self.streamer,
-                model_kwargs,
+                with_named_outputs(model_kwargs),
                 encoder_inputs(model, inputs_tensor, len(input_ids)),
             )
         )
@@ -236,7 +236,7 @@ def _wrap_decoding(original: Callable) -> Callable:
                 stopping_criteria,
                 generation_config,
                 streamer,
-                model_kwargs,
+                with_named_outputs(model_kwargs),
                 encoder_inputs(self, inputs_tensor, len(input_ids)),
             )
         )

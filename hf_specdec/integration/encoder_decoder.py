@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..decoding.outputs import Recorder
 from ..drafters.base import Source
@@ -44,6 +45,15 @@ def row_of_inputs(model_kwargs: dict[str, Any], row: int, batch_size: int) -> di
         for name, value in encoded.items():
             kwargs["encoder_outputs"][name] = of_row(value)
     return kwargs
+
+
+def with_named_outputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs with the encoder's output by names, where the caller has given it as a tuple."""
+    encoded = model_kwargs.get("encoder_outputs")
+    if not isinstance(encoded, tuple):
+        return model_kwargs
+    names = ("last_hidden_state", "hidden_states", "attentions")
+    return {**model_kwargs, "encoder_outputs": BaseModelOutput(**dict(zip(names, encoded, strict=False)))}
 
 
 def from_encoder(model_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,11 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     for option, what in _FOREIGN_OPTIONS.items():
         if getattr(config, option, None):
             raise ValueError(f"`{option}` is {getattr(config, option)!r} beside a drafter: {what}.")
+    if model.config.is_encoder_decoder and config.return_dict_in_generate and config.output_attentions:
+        raise ValueError(
+            f"`output_attentions` is not served with {type(model).__name__}, an encoder-decoder, and a drafter yet; "
+            "leave it out."
+        )
     if config.use_cache is False:
         raise ValueError("`use_cache` is False; speculative decoding needs the cache, leave it on.")
     check_implementation(model, config)

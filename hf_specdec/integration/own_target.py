@@ -137,7 +137,8 @@ class OwnModel:
             self._run(ids[:, :-1], 1)
         if self.rollback == "crop":
             for layer in text_layers(self.cache):
-                layer.record_past = False
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
         return self.cache
 
     def _run(self, ids: torch.Tensor, num_logits: int) -> Any:

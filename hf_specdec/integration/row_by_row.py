@@ -20,7 +20,7 @@ from ..config import SpecConfig
 from ..decoding.loop import Call, speculate
 from ..decoding.outputs import Publisher, Recorder
 from ..decoding.processors import BlockProcessors
-from ..decoding.ragged_model import max_positions
+from ..decoding.ragged_model import max_positions, most_tokens_at_once
 from ..decoding.rollback import unknown_layers
 from ..decoding.rows import Rows
 from ..metrics import RowStats, SpecStats
@@ -103,6 +103,9 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | N
     lengths = num_draft_tokens(row.drafter, row.config)
     if target.rollback == "stepwise":
         lengths = DraftLengths(0, 0, adaptive=False)
+    if (at_once := most_tokens_at_once(row.model)) is not None:
+        first, longest = (min(length, at_once - 1) for length in (lengths.first, lengths.longest))
+        lengths = DraftLengths(first, longest, lengths.adaptive)
     max_columns = max(row.max_width, row.width + 1) + lengths.longest + 1
     processors = BlockProcessors(row.processors)
     request = draft_request(row.model, rows, row.attention_mask, processors, config, noise, max_columns, row.source)
