@@ -36,7 +36,7 @@ def peagle_layers(head: Head) -> tuple[dict, dict]:
     return {**config, "ptd_token_id": head.mask_token_id}, tensors
 
 
-PARALLEL_FORMATS: dict[str, Callable[[Head], tuple[dict, dict]]] = {
+FORMATS: dict[str, Callable[[Head], tuple[dict, dict]]] = {
     "P-EAGLE, speculators": peagle_speculators,
     "P-EAGLE, SafeAILab or SpecForge": peagle_midlayer,
     "P-EAGLE, ModelOpt": peagle_layers,
@@ -45,5 +45,5 @@ PARALLEL_FORMATS: dict[str, Callable[[Head], tuple[dict, dict]]] = {
 
 def write_head(folder: Path, head: Head, format: str = "P-EAGLE, speculators", **config) -> Path:
     """A head in one layout, with fields of its config replaced."""
-    fields, tensors = PARALLEL_FORMATS[format](head)
+    fields, tensors = FORMATS[format](head)
     return write(folder, {**fields, **config}, tensors)

@@ -5,7 +5,7 @@ import torch
 from eagle3_formats import random_head
 from eagle3_formats import write_head as write_eagle3
 from eagle3_reference import Reference
-from peagle_formats import PARALLEL_FORMATS, TRAINED_LENGTH, write_head
+from peagle_formats import FORMATS, TRAINED_LENGTH, write_head
 from test_eagle3 import largest_error, rounds_of
 from test_eagle3_bad_input import refusal
 from test_greedy import plain, speculative
@@ -19,7 +19,7 @@ SPECULATORS = "P-EAGLE, speculators"
 
 def test_one_head_is_the_same_in_every_format(tmp_path):
     target, head = tiny_target("llama"), random_head(seed=1, mask_token_id=5, own_embedding=True)
-    for format in PARALLEL_FORMATS:
+    for format in FORMATS:
         folder = write_head(tmp_path / format, head, format)
         detected = AutoDrafter.detect(folder)
         assert (detected.method, detected.variant) == ("eagle3", format) and "mask_hidden" in detected.reason
@@ -31,7 +31,7 @@ def test_one_head_is_the_same_in_every_format(tmp_path):
 def test_the_layers_config_does_not_name_the_mask_token(tmp_path):
     """It is often a copy of the target's."""
     target, head = tiny_target("llama"), random_head(seed=1, mask_token_id=5)
-    fields, _ = PARALLEL_FORMATS[SPECULATORS](head)
+    fields, _ = FORMATS[SPECULATORS](head)
     layer = {**fields["transformer_layer_config"], "mask_token_id": 9}
     folder = write_head(tmp_path, head, SPECULATORS, transformer_layer_config=layer)
     drafter = AutoDrafter.from_pretrained(folder, target=target, num_draft_tokens=4)
@@ -45,7 +45,7 @@ def test_an_embedding_of_its_own_is_taken_because_the_mask_was_trained(tmp_path)
     embedding = target.get_input_embeddings().weight.detach().clone()
     embedding[MASK] += 0.5
     head = random_head(seed=1, mask_token_id=MASK).with_tensors(embed_tokens__weight=embedding)
-    for format in PARALLEL_FORMATS:
+    for format in FORMATS:
         drafter = load(tmp_path, head, target, format, num_draft_tokens=4)
         rounds = rounds_of(drafter, target, prompts([11, 6]), max_new_tokens=16, eos_token_id=None)
         assert largest_error(rounds, Reference(head, target)) < 1e-5

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from eagle3_formats import FORMATS, random_head, write, write_head
+from eagle3_formats import random_head, write, write_head
 from tiny import (
     perturbed,
     randomise,
@@ -95,14 +95,6 @@ def assert_same_text(pipe, target, **options) -> None:
 
 
 # Names
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_heads_folder_is_the_assistant_in_every_published_format(tmp_path, target, format):
-    pipe = generator(target, assistant_model=str(write_head(tmp_path / "head", random_head(seed=1), format)))
-    assert type(pipe.assistant_model) is Eagle3Drafter and pipe.assistant_tokenizer is None
-    assert_same_text(pipe, target, batch_size=3)
-    assert pipe.assistant_model.last_stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -74,6 +74,20 @@ def test_rows_with_their_own_seeds_equal_single_runs():
         assert torch.equal(batch[row : row + 1, : alone.shape[1]], alone)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("sampling", [True, False])
+def test_four_rows_of_a_ragged_batch_equal_four_single_runs(name, sampling):
+    """Where no limit counts padding; each row with its own seed."""
+    model, lengths, seeds = tiny_target(name), [9, 3, 14, 6], [5, 9, 5, 7]
+    inputs, options = prompts(lengths, seed=2), {"max_new_tokens": 24, "eos_token_id": None, "do_sample": sampling}
+    drafter = DraftModelDrafter(perturbed(model, 0.02), seed=seeds, num_draft_tokens=3).bind(model)
+    batch = model.generate(**inputs, **options, assistant_model=drafter)
+    for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
+        alone = AutoDrafter.for_target(model, "lookup", min_ngram=1, seed=seed)
+        text = model.generate(inputs["input_ids"][row : row + 1, -length:], **options, assistant_model=alone)
+        assert torch.equal(batch[row, -24:], text[0, -24:])
+
+
 def test_rows_of_one_prompt_have_different_noise():
     model, inputs = tiny_target("llama"), prompts([8])
     drafter = AutoDrafter.for_target(model, "lookup", seed=1)
