@@ -119,7 +119,7 @@ def test_a_schedule_that_peeks_at_the_token_is_harmless_under_coupled_only(tmp_p
     """Negative control under rejection and block."""
     target, inputs = tiny_target("llama", vocab_size=VOCAB), prompts([4], vocab_size=VOCAB)
     law = joint_law(target, inputs)
-    monkeypatch.setattr("hf_specdec.integration.generate.Schedule", Peeking)
+    monkeypatch.setattr("hf_specdec.integration.options.Schedule", Peeking)
     torch.manual_seed(20)
     drafter = load(tmp_path, target, random_drafter(vocab_size=VOCAB), rule=rule, num_draft_tokens=2, schedule=0.5)
     p_value = chi_square(many_texts(drafter, target), law)
@@ -147,9 +147,7 @@ def test_a_drafter_without_confidence_takes_no_schedule(tmp_path):
 
 def test_rows_that_are_run_one_by_one_have_schedules_of_their_own(tmp_path, monkeypatch):
     target, made = tiny_own("qwen3_next"), []
-    monkeypatch.setattr(
-        "hf_specdec.integration.generate.Schedule", lambda kind: made.append(Schedule(kind)) or made[-1]
-    )
+    monkeypatch.setattr("hf_specdec.integration.options.Schedule", lambda kind: made.append(Schedule(kind)) or made[-1])
     folder = write_drafter(tmp_path, random_drafter(target_layers=4))
     drafter = AutoDrafter.from_pretrained(folder, target=target, schedule="confidence")
     inputs = prompts([9, 6])

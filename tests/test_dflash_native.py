@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_class(tmp_path, format, windows):
     theirs = muse.MuseGlimmerAssistantModel.from_pretrained(write_net(tmp_path / "theirs", net, "transformers")).eval()
     drafter = AutoDrafter.from_pretrained(write_net(tmp_path / "ours", net, format), target=target)
     rounds = rounds_of(drafter, target, prompts([11, 6]), max_new_tokens=20, eos_token_id=None)
-    assert len(rounds) > 4
+    assert len(rounds) > 3
     for texts, finished, scores, tokens in rounds:
         for row in [row for row, done in enumerate(finished) if not done]:
             expected = their_logits(theirs, target, net, texts[row])[: int((tokens[row] >= 0).sum())]

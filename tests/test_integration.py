@@ -28,6 +28,7 @@ PATCHED = ("_validate_generation_mode", "_get_candidate_generator", "_assisted_d
 def not_installed():
     hf_specdec.uninstall()
     yield
+    hf_specdec.uninstall()  # a test may have installed a part
     hf_specdec.install()
 
 

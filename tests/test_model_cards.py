@@ -24,6 +24,18 @@ def test_a_repository_is_complete_and_small(folder):
     assert AutoDrafter.detect(folder).method in folder.name.replace("-", "_") + folder.name
 
 
+@pytest.mark.parametrize("folder", [path for path in CARDS if path != EAGLE3], ids=lambda path: path.name)
+def test_the_block_drafters_are_in_speculators_format(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["speculators_model_type"] in folder.name
+    assert config["aux_hidden_state_layer_ids"] == [2, 15, 27]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names, offsets, kept = set(file.keys()), file.get_tensor("d2t"), file.get_tensor("t2d")
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"} <= names
+    assert torch.equal(kept.nonzero().flatten(), torch.arange(len(offsets)) + offsets)
+
+
 def test_the_eagle3_head_is_in_the_format_of_serving_engines():
     config = json.loads((EAGLE3 / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -44,10 +56,11 @@ def target():
 
 
 @pytest.mark.real_target
-def test_the_eagle3_head_drafts_well_and_changes_nothing(target):
+@pytest.mark.parametrize("folder", CARDS, ids=lambda path: path.name)
+def test_a_drafter_drafts_well_and_changes_nothing(folder, target):
     """On questions that it was not trained on."""
     model, tokenizer = target
-    drafter = AutoDrafter.from_pretrained(EAGLE3, target=model)
+    drafter = AutoDrafter.from_pretrained(folder, target=model, governor="off")
     emitted = verifications = 0
     for question in mtbench_questions()[:3]:
         message = [{"role": "user", "content": question.turns[0]}]

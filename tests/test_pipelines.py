@@ -42,6 +42,7 @@ PATCHED = ((Pipeline, "__init__"), (pipelines, "pipeline"))
 def not_installed():
     hf_specdec.uninstall()
     yield
+    hf_specdec.uninstall()  # a test may have installed a part
     hf_specdec.install()
 
 
