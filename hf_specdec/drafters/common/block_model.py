@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .block_config import BlockConfig
+from .mlp import GatedMLP
 from .rotary import Rotary, rotate
 
 # (layer, queries [B, heads, n, head_dim], keys, values [B, kv_heads, m + n, head_dim]) -> mixed values, as queries.
@@ -86,7 +86,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(size, eps)
         self.self_attn = BlockAttention(config, index)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
-        self.mlp = BlockMLP(config)
+        self.mlp = GatedMLP(config)
 
     def forward(
         self,
@@ -132,16 +132,3 @@ class BlockAttention(nn.Module):
         queries, keys = rotate(queries, cos[:, :, first:], sin[:, :, first:]), rotate(keys, cos, sin)
         mixed = attend(self.index, queries, keys, values)
         return self.o_proj(mixed.transpose(1, 2).flatten(2)).view_as(states)
-
-
-class BlockMLP(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(size, inner, bias=bias)
-        self.up_proj = nn.Linear(size, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))

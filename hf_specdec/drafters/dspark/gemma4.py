@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..common.block_config import BlockConfig
-from ..common.block_model import Attend, BlockMLP
+from ..common.block_model import Attend
+from ..common.mlp import GatedMLP
 from ..common.rotary import rotate
 from .modeling import DSparkHeads, DSparkModel
 
@@ -40,7 +41,7 @@ class Gemma4Layer(nn.Module):
         self.self_attn = Gemma4Attention(config, index, values_are_keys)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
         self.pre_feedforward_layernorm = LlamaRMSNorm(size, eps)
-        self.mlp = BlockMLP(config)
+        self.mlp = GatedMLP(config)
         self.post_feedforward_layernorm = LlamaRMSNorm(size, eps)
         self.layer_scalar: torch.Tensor
         self.register_buffer("layer_scalar", torch.ones(1))

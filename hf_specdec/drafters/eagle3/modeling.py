@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ..common.mlp import GatedMLP
 from ..common.rotary import Rotary, rotate
 from .configuration import Eagle3Config
 
@@ -114,7 +114,7 @@ class Eagle3Layer(nn.Module):
             self.hidden_norm = LlamaRMSNorm(size, eps) if config.aux_layers else nn.Identity()
         self.self_attn = Eagle3Attention(config, index, 2 * size if self.takes_embedding else size)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
-        self.mlp = Eagle3MLP(config)
+        self.mlp = GatedMLP(config)
 
     def forward(
         self,
@@ -161,16 +161,3 @@ class Eagle3Attention(nn.Module):
         queries, keys = (rotate(x.transpose(1, 2), cos, sin) for x in (queries, keys))
         mixed = attend(self.index, queries, keys, values.transpose(1, 2))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class Eagle3MLP(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(size, inner, bias=bias)
-        self.up_proj = nn.Linear(size, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
