@@ -24,6 +24,7 @@ class Drafter:
         aux_layers: what it reads (entering ids), of a target of `target_layers` layers.
         first_slot: the first row of a block that guesses.
         windows, causal: of each layer.
+        from_anchor: windows are speculators' own.
         kind: of the Markov head.
         gemma4: whether its layers are Gemma 4's.
         cap: of the logits, None without one.
@@ -40,6 +41,7 @@ class Drafter:
     block_size: int = BLOCK_SIZE
     windows: tuple[int | None, ...] = (None, None)
     causal: tuple[bool, ...] = (False, False)
+    from_anchor: bool = False
     kind: str = "vanilla"
     gemma4: bool = False
     cap: float | None = None

@@ -142,17 +142,21 @@ class Reference:
         q = self.rotate(self.norm(q, f"{name}.q_norm"), positions[start:])
         k = self.rotate(self.norm(raw, f"{name}.k_norm"), positions)
         scale = 1.0 if drafter.gemma4 else 1 / math.sqrt(size)
-        window, causal = drafter.windows[i], drafter.causal[i] != (self.variant == "other causality")
+        causal = drafter.causal[i] != (self.variant == "other causality")
         mixed = torch.empty_like(q)
         for row in range(len(x)):
-            here = start + row
-            seen = [
-                j for j in range(len(both)) if (window is None or abs(here - j) < window) and not (causal and j > here)
-            ]
+            seen = [j for j in range(len(both)) if self.sees(row, j - start, drafter.windows[i], causal)]
             for h in range(q.shape[1]):
                 g = h // (q.shape[1] // k.shape[1])
                 mixed[row, h] = torch.softmax(k[seen, g] @ q[row, h] * scale, -1) @ v[seen, g]
         return mixed.flatten(1) @ self.tensors[f"{name}.o_proj.weight"].T
+
+    def sees(self, row: int, key: int, window: int | None, causal: bool) -> bool:
+        """Whether a row of the block sees a key, both counted from the anchor."""
+        if causal and key > row:
+            return False
+        from_anchor = self.drafter.from_anchor != (self.variant == "other window")
+        return window is None or (-key <= window if from_anchor else abs(row - key) < window)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Each pair (j, j + half) of a head turned by position times the j-th frequency."""

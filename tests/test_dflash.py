@@ -1,19 +1,19 @@
 """DFlash drafts what its formulas say, after every rejection, in every row; the text stays the target's own."""
 
 import itertools
-import warnings
 
 import pytest
 import torch
 from dflash_formats import random_net, write_net
 from dflash_reference import MISTAKES, Reference
-from dflash_rounds import WatchedDFlash, load, rounds_of, watch
-from test_eagle3 import largest_error
+from dflash_rounds import load
 from test_greedy import BATCHES, plain, speculative
 from tiny import TARGETS, prompts, tiny_config, tiny_target
 from tiny_hybrids import config_of, tiny_own
+from watched import keep_what_was_drafted, largest_error, mismatch_warnings, rounds_of, watch
 
 from hf_specdec import AutoDrafter
+from hf_specdec.drafters.dflash.session import DFlashSession
 from hf_specdec.scheduling import Governor
 
 GREEDY = {"max_new_tokens": 30, "eos_token_id": None}
@@ -81,21 +81,13 @@ def test_a_mistake_in_the_network_would_show(tmp_path, mistake):
     assert largest_error(rounds, Reference(net, target, mistake)) > 1e-3
 
 
-def test_a_block_that_survives_a_rejection_would_show(tmp_path):
+def test_a_block_that_survives_a_rejection_would_show(tmp_path, monkeypatch):
     """Negative control: keep the block's own keys and values where the context of the accepted tokens belongs."""
     target, net = tiny_target("llama"), random_net(3)
     drafter = load(tmp_path, net, target)
 
-    class Keeping(WatchedDFlash):
-        def observe(self, signals, verdict):
-            super().observe(signals, verdict)
-            taken = zip(self.rows.widths, self.features.taken, strict=True)
-            self.features.taken = [width - 2 if done else done for width, done in taken]
-
-    rounds, inputs = [], prompts([11])
-    texts = plain(target, inputs, **GREEDY)[:, 11:].tolist()
-    drafter.start = lambda request: Keeping(drafter, request, rounds, texts)
-    speculative(target, inputs, drafter, **GREEDY)
+    keep_what_was_drafted(monkeypatch, DFlashSession)
+    rounds = rounds_of(drafter, target, prompts([11]), **GREEDY)
     assert largest_error(rounds, Reference(net, target)) > 1e-3
 
 
@@ -193,16 +185,6 @@ def test_a_recurrent_target_is_rolled_back_at_every_position(tmp_path):
 
 
 # The warning
-
-
-def mismatch_warnings(drafter, target, right: int, new_tokens: int) -> list[str]:
-    inputs = prompts([6, 4])
-    texts = plain(target, inputs, max_new_tokens=new_tokens, eos_token_id=None)[:, 6:].tolist()
-    watch(drafter, [], texts, lambda row, round: right)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        speculative(target, inputs, drafter, max_new_tokens=new_tokens, eos_token_id=None)
-    return [str(w.message) for w in caught if "mismatched" in str(w.message)]
 
 
 def test_a_drafter_that_is_never_right_is_called_mismatched_and_the_thinking_template_named(tmp_path):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from dflash_formats import random_net
 from dflash_reference import Reference
-from dflash_rounds import load, rounds_of
-from test_eagle3 import largest_error
+from dflash_rounds import load
 from test_greedy import BATCHES
 from tiny import TARGETS, prompts, tiny_config, tiny_target
+from watched import largest_error, rounds_of
 
 from hf_specdec.drafters.dflash.convolution import DynamicConvolution, convolve
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from dflash_formats import FORMATS, MASK, SPECULATORS, ZLAB, Net, random_net, vocabulary_maps, write_net
 from dflash_reference import Reference
-from dflash_rounds import rounds_of
 from eagle3_formats import write
-from test_eagle3 import largest_error
 from tiny import perturbed, prompts, tiny_target
+from watched import largest_error, rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.dflash.layer_ids import default_target_layers

@@ -4,9 +4,9 @@ import pytest
 import torch
 from dflash_formats import MASK, leaving, random_net, write_net
 from dflash_reference import Reference
-from dflash_rounds import rounds_of
 from test_greedy import plain
 from tiny import prompts, tiny_target
+from watched import rounds_of
 
 from hf_specdec import AutoDrafter
 

@@ -10,7 +10,7 @@ from test_greedy import BATCHES, plain, speculative
 from test_sampling import VOCAB, chi_square, joint_law, many_texts, sample
 from tiny import TARGETS, prompts, tiny_config, tiny_target
 from tiny_hybrids import tiny_own
-from watched import largest_error, rounds_of
+from watched import keep_what_was_drafted, largest_error, rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.dspark.session import DSparkSession
@@ -53,6 +53,8 @@ VARIANTS = {
     "its own embedding": dict(own_embedding=True),
     "windows": dict(windows=(6, None)),
     "causal windows": dict(windows=(6, 6), causal=(True, True)),
+    "windows from the anchor": dict(windows=(4, None), from_anchor=True),
+    "causal windows from the anchor": dict(windows=(4, 4), causal=(True, True), from_anchor=True),
     "window and full, both causal": dict(windows=(None, 3), causal=(True, True)),
     "a block of two": dict(block_size=2),
     "a long block": dict(block_size=9),
@@ -63,7 +65,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_drafts_by_its_formulas(tmp_path, variant):
     target, one = tiny_target("llama"), random_drafter(seed=3, **VARIANTS[variant])
-    format = "speculators" if one.kept is not None or one.first_slot else "DeepSpec"
+    format = "speculators" if one.kept is not None or one.first_slot or one.from_anchor else "DeepSpec"
     options = {"own_embedding": True} if variant == "its own embedding" else {}
     drafter = load(tmp_path, one, target, format, **options)
     assert drafter.max_num_draft_tokens == one.num_drafts
@@ -101,6 +103,7 @@ MISTAKES = {
     "context not normed": {},
     "block one position late": {},
     "other causality": {},
+    "other window": dict(windows=(6, 6)),
     "other first row": {},
     "no markov bias": {},
     "markov reads the anchor": {},
@@ -122,13 +125,8 @@ def test_a_mistake_in_the_network_would_show(tmp_path, mistake):
 def test_context_of_rejected_tokens_would_show(tmp_path, monkeypatch):
     """Negative control: what the drafter has made of a rejected token is kept."""
     target, one = tiny_target("llama"), random_drafter(seed=3)
-    drafter, observe = load(tmp_path, one, target), DSparkSession.observe
-
-    def keeping(self, signals, verdict):
-        observe(self, signals, verdict)
-        self.features.taken = [w - 2 if t else t for w, t in zip(self.rows.widths, self.features.taken, strict=True)]
-
-    monkeypatch.setattr(DSparkSession, "observe", keeping)
+    drafter = load(tmp_path, one, target)
+    keep_what_was_drafted(monkeypatch, DSparkSession)
     rounds = rounds_of(drafter, target, prompts([11]), max_new_tokens=24, eos_token_id=None)
     assert largest_error(rounds, Reference(one, target)) > 1e-3
 

@@ -1,91 +1,25 @@
 """EAGLE-3 drafts what its formulas say, after every rejection, in every row; the text stays the target's own."""
 
 import itertools
-import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from eagle3_formats import Head, random_head, write_head
 from eagle3_reference import Reference
-from test_greedy import BATCHES, coin, plain, speculative
+from test_greedy import BATCHES, plain, speculative
 from test_sampling import VOCAB, chi_square, joint_law, many_texts, sample
 from tiny import TARGETS, prompts, tiny_config, tiny_target
+from watched import keep_what_was_drafted, largest_error, mismatch_warnings, rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.eagle3.session import Eagle3Session
 from hf_specdec.scheduling import Governor
-from hf_specdec.verification import Draft
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
-class WatchedSession(Eagle3Session):
-    """Keeps what it drafted and from which logits.
-
-    Args:
-        drafter, request: of the session.
-        rounds: filled with (texts, finished, scores [B, n, V], tokens [B, n]) of each round.
-        texts, right: make that many of the drafted tokens of (row, round) right and the next one wrong, behind the
-            session's back.
-    """
-
-    def __init__(self, drafter, request, rounds: list, texts=None, right: Callable = coin) -> None:
-        super().__init__(drafter, request)
-        self.rounds, self.to_come, self.right = rounds, texts, right
-        self.prompt_lengths = [len(text) for text in request.rows.texts]
-
-    def propose(self, budget, verification):
-        self.scores: list[torch.Tensor] = []
-        draft = super().propose(budget, verification)
-        rows = self.rows
-        kept = ([list(text) for text in rows.texts], list(rows.finished), torch.cat(self.scores, 1), draft.tokens)
-        self.rounds.append(kept)
-        if self.to_come is None:
-            return draft
-        tokens = draft.tokens.clone()
-        for row, text in enumerate(rows.texts):
-            truth = self.to_come[row][len(text) - self.prompt_lengths[row] :]
-            for slot in range(min(int(draft.lengths[row]), len(truth), self.right(row, verification) + 1)):
-                wrong = slot == self.right(row, verification)
-                tokens[row, slot] = (truth[slot] + wrong) % self.request.vocab_size
-        return Draft(tokens, draft.lengths, draft.law)
-
-    def _scores(self, state):
-        scores = super()._scores(state)
-        self.scores.append(scores.clone())
-        return scores
-
-
 def load(tmp_path, head: Head, target, format: str = "speculators, old", **options):
     return AutoDrafter.from_pretrained(write_head(tmp_path / format, head, format), target=target, **options)
-
-
-def rounds_of(drafter, target, inputs, alter: bool = True, **options) -> list:
-    """The rounds of a greedy call, drafts made right and wrong by turns, whose text must be the target's."""
-    rounds: list = []
-    expected = plain(target, inputs, **options)
-    texts = expected[:, inputs["input_ids"].shape[1] :].tolist() if alter else None
-    drafter.start = lambda request: WatchedSession(drafter, request, rounds, texts)
-    assert torch.equal(speculative(target, inputs, drafter, **options), expected)
-    return rounds
-
-
-def largest_error(rounds: list, reference: Reference) -> float:
-    """Over all finite logits of all unfinished rows; reduced vocabularies must agree about the others."""
-    worst, rows_seen = 0.0, 0
-    for texts, finished, scores, tokens in rounds:
-        for row, text in enumerate(texts):
-            drafted = [token for token in tokens[row].tolist() if token >= 0]
-            if finished[row] or not drafted:
-                continue
-            found, expected = scores[row, : len(drafted)].double(), reference(text, drafted)
-            assert torch.equal(found.isneginf(), expected.isneginf())
-            worst = max(worst, float((found - expected).masked_fill(found.isneginf(), 0.0).abs().max()))
-            rows_seen += 1
-            assert drafted == found.argmax(dim=-1).tolist()
-    assert rows_seen >= 5
-    return worst
 
 
 def head_for(name: str, **options) -> Head:
@@ -174,12 +108,8 @@ def test_rounds_without_a_draft_are_caught_up(tmp_path, monkeypatch):
 
 def rounds_with_a_row_ahead(drafter, target, inputs) -> list:
     """The rounds of a greedy call whose first row has every draft accepted and the others none."""
-    rounds: list = []
-    expected = plain(target, inputs, max_new_tokens=30, eos_token_id=None)
-    texts = expected[:, inputs["input_ids"].shape[1] :].tolist()
-    drafter.start = lambda request: WatchedSession(drafter, request, rounds, texts, lambda row, round: 0 if row else 99)
-    assert torch.equal(speculative(target, inputs, drafter, max_new_tokens=30, eos_token_id=None), expected)
-    return rounds
+    ahead = {"right": lambda row, round: 0 if row else 99}
+    return rounds_of(drafter, target, inputs, **ahead, max_new_tokens=30, eos_token_id=None)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [4, 4], [2, 1, 2]])
@@ -222,22 +152,13 @@ def test_a_mistake_in_the_network_would_show(tmp_path, mistake):
     assert largest_error(rounds, Reference(head, target, mistake)) > 1e-3
 
 
-def test_an_entry_that_survives_a_rejection_would_show(tmp_path):
+def test_an_entry_that_survives_a_rejection_would_show(tmp_path, monkeypatch):
     """Negative control: keep drafted entries of accepted tokens, made from the head's own state."""
     target, head = tiny_target("llama"), random_head(seed=3)
     drafter = load(tmp_path, head, target, num_draft_tokens=4)
 
-    class Keeping(WatchedSession):
-        def observe(self, signals, verdict):
-            super().observe(signals, verdict)
-            self.features.taken = [
-                w - 2 if v else v for w, v in zip(self.rows.widths, self.features.taken, strict=True)
-            ]
-
-    inputs, rounds = prompts([11]), []
-    texts = plain(target, inputs, max_new_tokens=24, eos_token_id=None)[:, 11:].tolist()
-    drafter.start = lambda request: Keeping(drafter, request, rounds, texts)
-    speculative(target, inputs, drafter, max_new_tokens=24, eos_token_id=None)
+    keep_what_was_drafted(monkeypatch, Eagle3Session)
+    rounds = rounds_of(drafter, target, prompts([11]), max_new_tokens=24, eos_token_id=None)
     assert largest_error(rounds, Reference(head, target)) > 1e-3
 
 
@@ -274,7 +195,6 @@ def test_greedy_text_is_the_targets_for_many_random_heads(tmp_path):
         for lengths in ([5 + seed % 9], [9, 2, 6]):
             inputs = prompts(lengths, seed=seed)
             rounds_of(drafter, target, inputs, max_new_tokens=14)
-            del drafter.start
             expected = plain(target, inputs, max_new_tokens=14)
             assert torch.equal(speculative(target, inputs, drafter, max_new_tokens=14), expected), seed
 
@@ -326,16 +246,6 @@ def test_a_law_over_the_wrong_tokens_gives_another_text(tmp_path, rule):
 
 
 # The warning
-
-
-def mismatch_warnings(drafter, target, right: int, new_tokens: int) -> list[str]:
-    inputs = prompts([6, 4])
-    texts = plain(target, inputs, max_new_tokens=new_tokens, eos_token_id=None)[:, 6:].tolist()
-    drafter.start = lambda request: WatchedSession(drafter, request, [], texts, lambda row, round: right)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        speculative(target, inputs, drafter, max_new_tokens=new_tokens, eos_token_id=None)
-    return [str(w.message) for w in caught if "mismatched" in str(w.message)]
 
 
 def test_a_head_that_is_never_right_is_called_mismatched_once(tmp_path):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from eagle3_formats import FORMATS, Head, random_head, vocabulary_maps, write, write_head
 from eagle3_reference import Reference
-from test_eagle3 import CLOSE, largest_error, rounds_of
+from test_eagle3 import CLOSE
 from tiny import perturbed, prompts, tiny_target
+from watched import largest_error, rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.eagle3.configuration import resolve_aux_layers

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_eagle3 import rounds_of
 from tiny import VOCAB_SIZE, prompts, randomise, tiny_target
+from watched import rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.training.batches import Batch

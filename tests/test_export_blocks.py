@@ -40,6 +40,7 @@ VARIANTS = {
     "windows, both ways": (dataclasses.replace(CONFIG, windows=(4, 4), windows_from_anchor=True), None),
     "DSpark": (dataclasses.replace(CONFIG, first_slot=0), HEADS),
     "DSpark behind the anchor": (CONFIG, HEADS),
+    "DSpark, windows": (dataclasses.replace(CONFIG, first_slot=0, windows=(4, None), windows_from_anchor=True), HEADS),
     "gated": (dataclasses.replace(CONFIG, first_slot=0), dataclasses.replace(HEADS, markov_kind="gated")),
     "rnn": (dataclasses.replace(CONFIG, first_slot=0), dataclasses.replace(HEADS, markov_kind="rnn")),
     "no Markov head": (dataclasses.replace(CONFIG, first_slot=0), DSparkHeads(confidence=True)),
@@ -67,8 +68,7 @@ def test_what_is_read_is_what_was_written(tmp_path, variant):
     detected = AutoDrafter.detect(tmp_path)
     assert (detected.method, detected.variant) == ("dflash" if heads is None else "dspark", "speculators")
     drafter = AutoDrafter.from_pretrained(tmp_path, target=target)
-    counted = config.windows_from_anchor or (not any(config.windows) and drafter.model.config.windows_from_anchor)
-    assert drafter.model.config == dataclasses.replace(config, windows_from_anchor=counted)
+    assert drafter.model.config == dataclasses.replace(config, windows_from_anchor=True)  # without windows, no matter
     assert heads is None or drafter.model.heads.markov_kind == heads.markov_kind
     found = {**drafter.model.state_dict(), "lm_head": drafter.head.weight}
     expected = {**model.state_dict(), "lm_head": head.weight}

@@ -7,11 +7,12 @@ import torch
 from eagle3_formats import Head, random_head
 from eagle3_reference import Reference
 from peagle_formats import TRAINED_LENGTH, write_head
-from test_eagle3 import WatchedSession, largest_error, rounds_of, rounds_with_a_row_ahead
+from test_eagle3 import rounds_with_a_row_ahead
 from test_greedy import BATCHES, plain, speculative
 from test_sampling import VOCAB, chi_square, joint_law, many_texts, sample
 from tiny import prompts, tiny_config, tiny_target
 from tiny_hybrids import tiny_own
+from watched import keep_what_was_drafted, largest_error, rounds_of
 
 from hf_specdec import AutoDrafter
 from hf_specdec.drafters.eagle3.session import Eagle3Session
@@ -87,21 +88,13 @@ def test_a_mistake_in_the_masked_entries_would_show(tmp_path, mistake):
     assert largest_error(rounds, Reference(head, target, mistake)) > 1e-3
 
 
-def test_a_masked_entry_that_survives_would_show(tmp_path):
+def test_a_masked_entry_that_survives_would_show(tmp_path, monkeypatch):
     """Negative control: the entry of the last token but one stays what the mask made of it."""
     target, head = tiny_target("llama"), random_head(seed=3, mask_token_id=MASK)
     drafter = load(tmp_path, head, target, num_draft_tokens=4)
 
-    class Keeping(WatchedSession):
-        def observe(self, signals, verdict):
-            super().observe(signals, verdict)
-            if verdict is not None and self.rounds:
-                self.features.taken = [width - 2 for width in self.rows.widths]
-
-    inputs, rounds = prompts([11]), []
-    texts = plain(target, inputs, max_new_tokens=24, eos_token_id=None)[:, 11:].tolist()
-    drafter.start = lambda request: Keeping(drafter, request, rounds, texts)
-    speculative(target, inputs, drafter, max_new_tokens=24, eos_token_id=None)
+    keep_what_was_drafted(monkeypatch, Eagle3Session)
+    rounds = rounds_of(drafter, target, prompts([11]), max_new_tokens=24, eos_token_id=None)
     assert largest_error(rounds, Reference(head, target)) > 1e-3
 
 
@@ -154,7 +147,6 @@ def test_greedy_text_is_the_targets_for_many_random_heads(tmp_path, num_heads):
         for lengths in ([5 + seed % 9], [9, 2, 6]):
             inputs = prompts(lengths, seed=seed)
             num_rounds += len(rounds_of(drafter, target, inputs, max_new_tokens=24))
-            del drafter.start
             expected = plain(target, inputs, max_new_tokens=14)
             assert torch.equal(speculative(target, inputs, drafter, max_new_tokens=14), expected), seed
             num_rounds += drafter.last_stats.num_verifications

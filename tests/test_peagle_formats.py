@@ -6,11 +6,11 @@ from eagle3_formats import random_head
 from eagle3_formats import write_head as write_eagle3
 from eagle3_reference import Reference
 from peagle_formats import FORMATS, TRAINED_LENGTH, write_head
-from test_eagle3 import largest_error, rounds_of
 from test_eagle3_bad_input import refusal
 from test_greedy import plain, speculative
 from test_peagle import MASK, head_for, load
 from tiny import prompts, tiny_target
+from watched import largest_error, rounds_of
 
 from hf_specdec import AutoDrafter
 

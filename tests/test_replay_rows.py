@@ -16,7 +16,7 @@ from hf_specdec.decoding.processors import BlockProcessors
 from hf_specdec.decoding.rows import Rows
 from hf_specdec.decoding.stopping import Stops
 from hf_specdec.drafters import TargetSignals
-from hf_specdec.drafters.base import DraftRequest
+from hf_specdec.drafters.request import DraftRequest
 from hf_specdec.integration.own_target import OwnModel, OwnTarget, ReplayGovernor
 from hf_specdec.metrics import RowStats, SpecStats
 from hf_specdec.scheduling import Governor

@@ -1,10 +1,12 @@
 """Watching what a drafter drafts and from which logits, whatever its method."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from test_greedy import coin, plain, speculative
+from tiny import prompts
 
 from hf_specdec.drafters import DraftSession
 
@@ -51,13 +53,18 @@ class Watched(DraftSession):
         return replace(draft, tokens=tokens)
 
 
-def rounds_of(drafter, target, inputs, alter: bool = True, **options) -> list:
+def watch(drafter, rounds: list, texts=None, right: Callable = coin) -> None:
+    """Start watched sessions from now on."""
+    drafter.start = lambda request: Watched(drafter, request, rounds, texts, right)
+
+
+def rounds_of(drafter, target, inputs, alter: bool = True, right: Callable = coin, **options) -> list:
     """The rounds of a greedy call, drafts made right and wrong by turns, whose text must be the target's."""
     rounds: list = []
     drafter.spec_config = drafter.spec_config.with_options(governor="off")  # it goes by time
     expected = plain(target, inputs, **options)
     texts = expected[:, inputs["input_ids"].shape[1] :].tolist() if alter else None
-    drafter.start = lambda request: Watched(drafter, request, rounds, texts)
+    watch(drafter, rounds, texts, right)
     try:
         assert torch.equal(speculative(target, inputs, drafter, **options), expected)
     finally:
@@ -80,3 +87,25 @@ def largest_error(rounds: list, reference: Callable, at_least: int = 5) -> float
             assert drafted == found.argmax(dim=-1).tolist()
     assert rows_seen >= at_least
     return worst
+
+
+def keep_what_was_drafted(monkeypatch, session: type) -> None:
+    """For negative controls: sessions take the last column that they have drafted from for one of the text."""
+    observe = session.observe
+
+    def keeping(self, signals, verdict):
+        observe(self, signals, verdict)
+        self.features.taken = [w - 2 if t else t for w, t in zip(self.rows.widths, self.features.taken, strict=True)]
+
+    monkeypatch.setattr(session, "observe", keeping)
+
+
+def mismatch_warnings(drafter, target, right: int, new_tokens: int) -> list[str]:
+    """Those of a call in which that many tokens of every draft are right."""
+    inputs = prompts([6, 4])
+    texts = plain(target, inputs, max_new_tokens=new_tokens, eos_token_id=None)[:, 6:].tolist()
+    watch(drafter, [], texts, lambda row, round: right)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        speculative(target, inputs, drafter, max_new_tokens=new_tokens, eos_token_id=None)
+    return [str(w.message) for w in caught if "mismatched" in str(w.message)]

@@ -15,7 +15,7 @@ from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..decoding.outputs import Recorder
-from ..drafters.base import Source
+from ..drafters.request import Source
 
 
 def text_name(model: PreTrainedModel, name: str) -> str:

@@ -22,7 +22,8 @@ from ..decoding.processors import BlockProcessors
 from ..decoding.ragged_model import attention_windows, length_limit, max_positions
 from ..decoding.rows import Rows
 from ..decoding.stopping import Stops
-from ..drafters.base import Drafter, DraftRequest, Source
+from ..drafters.base import Drafter
+from ..drafters.request import DraftRequest, Source
 from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
 from ..verification import Noise

@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from ..decoding.outputs import RETURNED
-from ..drafters.base import Drafter, Source
+from ..drafters.base import Drafter
+from ..drafters.request import Source
 from .encoder_decoder import source_of, text_name
 
 

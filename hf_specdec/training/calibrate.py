@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..drafters.auto import AutoDrafter
-from ..drafters.base import Drafter, DraftRequest, DraftSession, Signals
+from ..drafters.base import Drafter, DraftSession, Signals
+from ..drafters.request import DraftRequest
 from ..scheduling.calibration import prefix_errors, sequential_temperatures
 from ..verification import Draft, Verdict
 from .prompts import read_jsonl

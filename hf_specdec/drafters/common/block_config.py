@@ -23,7 +23,8 @@ class BlockConfig:
         mask_token_id: row of the embedding that stands for a token to be guessed.
         windows: for each layer the tokens that it attends over, None for all.
         windows_from_anchor: every row of a block sees as many tokens before the anchor as the window is wide, and the
-            block besides; otherwise a window is counted from each row and includes it.
+            block besides, as in the training of speculators; otherwise a window is counted from each row and includes
+            it.
         causal: for each layer whether a row of the block sees only rows up to itself; otherwise it sees all of them.
         rope_parameters, max_position_embeddings: rotary embedding, in transformers' spelling.
         qk_norm: queries and keys are normed per head.

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..base import Drafter, DraftRequest, TargetSignals
+from ..base import Drafter, TargetSignals
+from ..request import DraftRequest
 from .block_model import BlockModel
 from .embedding import head_logits, num_rows, width
+from .first_row import FirstRowCheck
 from .vocabulary import over_target_vocabulary
 
 
@@ -22,7 +24,13 @@ class BlockDrafter(Drafter):
         head: its output head [Vd, H], None where it borrows the target's.
         target_ids: [Vd] target id of each token that it can draft, None where it drafts all of them.
         options: fields of SpecConfig.
+
+    Attributes:
+        first_row_check: goes on over the drafter's first tokens.
+        first_row_remedy: what to do where it finds that another row guesses first.
     """
+
+    first_row_remedy: str
 
     def __init__(self, model: BlockModel, head: nn.Linear | None, target_ids: torch.Tensor | None, **options: Any):
         super().__init__(**options)
@@ -32,6 +40,8 @@ class BlockDrafter(Drafter):
         self.max_num_draft_tokens = model.config.num_drafts
         self.default_num_draft_tokens = model.config.num_drafts
         self._num_target_layers = 0  # until `bind`
+        first = model.config.first_slot
+        self.first_row_check = FirstRowCheck(first, self.first_row_remedy.format(other=1 - first))
 
     @property
     def signals(self) -> TargetSignals:

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from ...decoding.cache import RaggedCache
 from ...verification import Verdict
-from ..base import DraftRequest, DraftSession, Signals
-from .block_model import BlockModel
+from ..base import DraftSession, Signals
+from ..request import DraftRequest
+from .block_drafter import BlockDrafter
 from .embedding import stored_embeddings
 from .features import MismatchCheck, Missing, TargetFeatures
 from .rotary import layer_config
@@ -24,21 +25,23 @@ class BlockSession(DraftSession):
     """The context of a call's rows, and blocks behind it.
 
     Args:
-        model: the network.
+        drafter: the drafter.
         request: the call.
         causes: of a mismatch, the likeliest first.
     """
 
-    def __init__(self, model: BlockModel, request: DraftRequest, causes: str) -> None:
-        self.model, self.config, self.request, self.rows = model, model.config, request, request.rows
-        self.embedding: Any = getattr(model, "embed_tokens", request.embedding)
-        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
+    def __init__(self, drafter: BlockDrafter, request: DraftRequest, causes: str) -> None:
+        self.drafter, self.model, self.request, self.rows = drafter, drafter.model, request, request.rows
+        self.config = self.model.config
+        self.embedding: Any = getattr(self.model, "embed_tokens", request.embedding)
+        self.device, self.dtype = self.model.norm.weight.device, self.model.norm.weight.dtype
         self.padding = (self.rows.lengths - self.rows.positions).to(self.device)
         self.cache = RaggedCache(layer_config(self.config), request.max_columns + self.config.block_size)
         self.cache.begin_rows()
         self.slots = torch.arange(0, device=self.device)
         self.features = TargetFeatures(self.rows, self.config.hidden_size, self.device, self.dtype)
         self.mismatch = MismatchCheck(self.rows, causes)
+        self.first_rows: torch.Tensor | None = None  # what the last block said of the next token
         masks = torch.full((len(self.rows.widths), self.config.block_size - 1), self.config.mask_token_id)
         self.masks = masks.to(self.rows.ids.device)
 
@@ -47,6 +50,10 @@ class BlockSession(DraftSession):
         states = [signals.hidden_states[i].to(self.device, self.dtype) for i in self.config.aux_layers]
         self.features.add(self.model.fuse(states))
         self.mismatch.observe()
+        if self.first_rows is not None:
+            is_live = [bool(new) for new in self.rows.emitted]
+            self.drafter.first_row_check.observe(self.first_rows, verdict.tokens[:, 0], is_live)
+            self.first_rows = None
 
     def run_block(self) -> torch.Tensor:
         """[B, num_drafts, H] states of the rows that guess, after the last norm."""
@@ -56,7 +63,13 @@ class BlockSession(DraftSession):
         """[B, block_size, H] states of all rows of a block, after the last norm."""
         for missing in self.features.take():  # all but the last one for the context that they leave
             states = self._run(missing)
+        if self.drafter.first_row_check.is_open and states.shape[1] > 1:
+            self.first_rows = self.drafter.scatter(self.next_token_logits(states[:, :2]), self.request)
         return states
+
+    def next_token_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, 2, Vd] what the first two rows of a block, states [B, 2, H], say of the next token if asked for it."""
+        return self.drafter.logits(states, self.request)
 
     def _run(self, missing: Missing) -> torch.Tensor:
         """[B, block_size, H] states of a block behind the missing columns."""

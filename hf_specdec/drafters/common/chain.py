@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...verification import DRAFT, TARGET, Draft, OneHot, RoundNoise, Sampled
-from ..base import DraftRequest
+from ..request import DraftRequest
 
 Advance = Callable[[torch.Tensor | None, int], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""What the weights of drafters' checkpoints have in common: reading them, vocabulary maps, borrowed embeddings.
+"""What the weights of drafters' checkpoints have in common: reading them, vocabulary maps, embeddings, output heads.
 
 Nothing is executed: `.bin` files are read with `weights_only=True`.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..auto import Repository
+from .block_config import BlockConfig
 from .embedding import stored_embeddings
 from .fields import Fields
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _SAME_EMBEDDING, _RELATED_EMBEDDING = 0.999, 0.1  # mean cosine with the target's
 
 
@@ -110,8 +114,53 @@ def drafts_with_own_embedding(
     return _RELATED_EMBEDDING <= cosine < _SAME_EMBEDDING
 
 
-def compare(repository: Repository, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    """Refuse missing and surplus tensors, and wrong shapes."""
+def own_head(
+    repository: Repository, tensors: dict[str, torch.Tensor], target: PreTrainedModel, config: BlockConfig
+) -> nn.Linear | None:
+    """The output head that the files bring, taken out of the tensors; None where it is the target's or a copy of it."""
+    check_head(repository, tensors, config.draft_vocab_size, config.vocab_size)
+    weight = tensors.pop("lm_head.weight", None)
+    if weight is None:
+        return None
+    _check_shape(repository, "lm_head.weight", weight, (config.draft_vocab_size, config.hidden_size))
+    theirs: Any = target.get_output_embeddings()
+    alike = theirs is not None and getattr(theirs, "bias", None) is None and theirs.weight.shape == weight.shape
+    if alike and torch.equal(theirs.weight.detach().float().to(weight.device), weight.float()):
+        return None
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.load_state_dict({"weight": weight}, assign=True)
+    return head
+
+
+def check_head(
+    repository: Repository, tensors: dict[str, torch.Tensor], draft_vocab_size: int, vocab_size: int
+) -> None:
+    """Refuse a reduced vocabulary without a head for it."""
+    if "lm_head.weight" not in tensors and draft_vocab_size != vocab_size:
+        raise ValueError(
+            f"{repository.path} has no lm_head.weight, and the target's cannot serve its reduced vocabulary "
+            f"({draft_vocab_size} of {vocab_size})."
+        )
+
+
+def filled(
+    repository: Repository,
+    model: _Model,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> _Model:
+    """A module that was made without storage, with these tensors as its weights.
+
+    Raises:
+        ValueError: they are missing, surplus, or of a wrong shape.
+    """
+    _compare(repository, model.state_dict(), tensors)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+    return model.to(device).eval()
+
+
+def _compare(repository: Repository, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
     for title, names in (
         ("lacks the tensors", expected.keys() - found.keys()),
         ("has tensors that its config does not call for:", found.keys() - expected.keys()),
@@ -119,11 +168,15 @@ def compare(repository: Repository, expected: dict[str, torch.Tensor], found: di
         if names:
             raise ValueError(f"{repository.path} {title} {', '.join(sorted(names)[:5])}.")
     for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            raise ValueError(
-                f"{repository.path} has {name} of shape {list(found[name].shape)} where {list(tensor.shape)} is "
-                "expected for this target; it may have been trained for another one."
-            )
+        _check_shape(repository, name, found[name], tensor.shape)
+
+
+def _check_shape(repository: Repository, name: str, tensor: torch.Tensor, expected: Sequence[int]) -> None:
+    if list(tensor.shape) != list(expected):
+        raise ValueError(
+            f"{repository.path} has {name} of shape {list(tensor.shape)} where {list(expected)} is expected for this "
+            "target; it may have been trained for another one."
+        )
 
 
 def rename(name: str, renamed: Sequence[tuple[str, str]]) -> str:

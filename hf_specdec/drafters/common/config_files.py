@@ -6,9 +6,11 @@ Sizes come from the tensors where tensors can say them: configs copy fields of t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from ..auto import Repository
 from .fields import Fields
@@ -63,6 +65,46 @@ def heads_of(repository: Repository, tensors: dict[str, torch.Tensor], fields: F
             f"{queries} rows of queries and {keys} of keys."
         )
     return num_heads, num_key_value_heads, head_dim
+
+
+def layer_fields_of(repository: Repository, tensors: dict[str, torch.Tensor], fields: Fields) -> dict[str, Any]:
+    """Fields of a drafter's config that tell of its decoder layers, the same in every method."""
+    return {
+        "intermediate_size": rows_of(repository, tensors, "layers.0.mlp.gate_proj.weight"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in tensors,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "output_bias": "layers.0.self_attn.o_proj.bias" in tensors,
+        "mlp_bias": "layers.0.mlp.gate_proj.bias" in tensors,
+    }
+
+
+def check_fc(
+    repository: Repository, tensors: dict[str, torch.Tensor], layers: Sequence[int], target_hidden_size: int
+) -> None:
+    """Refuse a drafter whose `fc` takes another number of hidden states, or wider ones, than `layers` of the target."""
+    found, made = needed(repository, tensors, "fc.weight").shape[1], len(layers) * target_hidden_size
+    if found != made:
+        raise ValueError(
+            f"{repository.path} has an fc for {found} inputs, and {len(layers)} hidden states {list(layers)} of a "
+            f"target of width {target_hidden_size} make {made}; it was trained for another target, or on other layers "
+            "(aux_layers=...)."
+        )
+
+
+def draft_vocabulary_of(repository: Repository, tensors: dict[str, torch.Tensor], said: int) -> int:
+    """Tokens that the drafter can draft, by its head or its map; `said` where the files bring neither."""
+    if "lm_head.weight" in tensors:
+        return rows_of(repository, tensors, "lm_head.weight")
+    return tensors["d2t"].numel() if "d2t" in tensors else said
+
+
+def activation_of(fields: Fields, name: str = "hidden_act", usual: str = "silu") -> str:
+    """The activation of the MLP."""
+    activation = fields.text(name, usual)
+    if activation not in ACT2FN:
+        raise ValueError(f"{fields.path} has {name} {activation!r}, which transformers does not know.")
+    return activation
 
 
 def windows_of(tensors: dict[str, torch.Tensor], fields: Fields) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..base import RowsView
+from ..request import RowsView
 
 _CHECK_AFTER = 64  # verifications
 _FLOOR = 0.05  # drafts whose first token was accepted; a wrong drafter stays below, a weak one does not

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..auto import DrafterFormat, Repository
 from ..common.block_model import BlockModel
-from ..common.checkpoints import compare, drafts_with_own_embedding, read_tensors, rename, target_ids_of
+from ..common.checkpoints import drafts_with_own_embedding, filled, own_head, read_tensors, rename, target_ids_of
 from .config_files import NATIVE, read_config
 from .modeling import DFlash2Model
 from .session import DFlashDrafter
@@ -105,43 +105,18 @@ def load(
     tensors = read_tensors(repository, _RENAMED, _IGNORED)
     config, parts = read_config(repository, tensors, target, aux_layers)
     target_ids = target_ids_of(repository, tensors, config.draft_vocab_size, config.vocab_size)
-    if not drafts_with_own_embedding(repository, tensors, target, own_embedding):
+    has_embedding = drafts_with_own_embedding(repository, tensors, target, own_embedding)
+    if not has_embedding:
         tensors.pop("embed_tokens.weight", None)
-    has_embedding = "embed_tokens.weight" in tensors
     if not has_embedding and "speculators_model_type" not in repository.config:
         # speculators trains on the bare rows of the table. Everyone else calls a target's embedding that scales its
         # rows (Gemma) as it is: transformers' own class does, and z-lab's MLX code, the one that serves such targets.
         config = replace(config, embedding_scale=config.embedding_scale * _scale_of(target.get_input_embeddings()))
-    head = _own_head(repository, tensors, target, config.draft_vocab_size != config.vocab_size)
+    head = own_head(repository, tensors, target, config)
     with torch.device("meta"):
         model = DFlash2Model(config, parts, has_embedding) if parts else BlockModel(config, has_embedding)
-    compare(repository, model.state_dict(), tensors)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-    head = None if head is None else head.to(device, dtype)
-    return DFlashDrafter(model.to(device).eval(), head, target_ids, **overrides)
-
-
-def _own_head(
-    repository: Repository, tensors: dict[str, torch.Tensor], target: PreTrainedModel, is_reduced: bool
-) -> nn.Linear | None:
-    """The output head that the files bring; None where it is the target's, or a copy of that."""
-    weight = tensors.pop("lm_head.weight", None)
-    if weight is None:
-        if is_reduced:
-            raise ValueError(f"{repository.path} has no lm_head.weight, and the target's drafts all tokens.")
-        return None
-    theirs: Any = target.get_output_embeddings()
-    theirs = None if theirs is None else theirs.weight.detach()
-    if theirs is not None and theirs.shape == weight.shape and torch.equal(weight.to(theirs), theirs):
-        return None
-    if weight.shape[1] != tensors["fc.weight"].shape[0]:
-        raise ValueError(
-            f"{repository.path} has lm_head.weight of shape {list(weight.shape)}, and its states are "
-            f"{tensors['fc.weight'].shape[0]} wide."
-        )
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    head.load_state_dict({"weight": weight}, assign=True)
-    return head
+    model, head = filled(repository, model, tensors, dtype, device), None if head is None else head.to(device, dtype)
+    return DFlashDrafter(model, head, target_ids, **overrides)
 
 
 def _scale_of(embedding: nn.Module) -> float:

@@ -10,11 +10,22 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from ..auto import Repository
 from ..common.block_config import BlockConfig
-from ..common.config_files import check_vocabulary, heads_of, needed, refuse_quantised, rope_of, rows_of, windows_of
+from ..common.config_files import (
+    activation_of,
+    check_fc,
+    check_vocabulary,
+    draft_vocabulary_of,
+    heads_of,
+    layer_fields_of,
+    needed,
+    refuse_quantised,
+    rope_of,
+    rows_of,
+    windows_of,
+)
 from ..common.fields import Fields
 from .layer_ids import read_aux_layers
 from .modeling import DFlash2Parts
@@ -62,28 +73,17 @@ def read_config(
     windows, causal = _read_attention(fields, tensors, spelling, parts is not None)
     target_size = fields.integer("target_hidden_size", theirs.hidden_size)
     layers = read_aux_layers(fields, len(windows), theirs.num_hidden_layers, aux_layers)
-    found = needed(repository, tensors, "fc.weight").shape[1]
-    if found != len(layers) * target_size:
-        raise ValueError(
-            f"{path} has an fc for {found} inputs, and {len(layers)} hidden states {list(layers)} of a target of width "
-            f"{target_size} make {len(layers) * target_size}; it was trained for another target, or on other layers "
-            "(aux_layers=...)."
-        )
-    draft_vocab_size = fields.integer("draft_vocab_size", theirs.vocab_size)
-    if "lm_head.weight" in tensors:
-        draft_vocab_size = rows_of(repository, tensors, "lm_head.weight")
-    elif "d2t" in tensors:
-        draft_vocab_size = tensors["d2t"].numel()
+    check_fc(repository, tensors, layers, target_size)
+    said = fields.integer("draft_vocab_size", theirs.vocab_size)
     block_size, first_slot = _read_block(fields, spelling)
     scale, cap = _read_logits(fields, spelling)
     config = BlockConfig(
         hidden_size=hidden_size,
-        intermediate_size=rows_of(repository, tensors, "layers.0.mlp.gate_proj.weight"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
         vocab_size=theirs.vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=draft_vocabulary_of(repository, tensors, said),
         target_hidden_size=target_size,
         aux_layers=layers,
         block_size=block_size,
@@ -92,14 +92,10 @@ def read_config(
         windows=windows,
         causal=causal,
         windows_from_anchor=spelling == "speculators",
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        hidden_act=fields.text("hidden_act", "silu"),
+        hidden_act=activation_of(fields),
         rope_parameters=rope_of(fields),
         max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
-        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
-        mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
+        **layer_fields_of(repository, tensors, fields),
         embedding_scale=fields.number("input_embedding_scale", 1.0) if spelling == "z-lab" else 1.0,
         logit_scale=scale,
         logit_cap=cap,
@@ -126,9 +122,6 @@ def _refuse_variants(repository: Repository, tensors: dict[str, torch.Tensor], f
         raise ValueError(f"{path} has attention_value_scale {scale}, which is not served yet.")
     if any(isinstance(value, dict) for value in fields.inner("rope_parameters").values()):
         raise ValueError(f"{path} has rope_parameters for each type of layer, which is not served yet.")
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACT2FN:
-        raise ValueError(f"{path} has hidden_act {activation!r}, which transformers does not know.")
 
 
 def _read_block(fields: Fields, spelling: str) -> tuple[int, int]:

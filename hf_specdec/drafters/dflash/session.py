@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from ...verification import Draft
-from ..base import DraftRequest, DraftSession
+from ..base import DraftSession
 from ..common.block_drafter import BlockDrafter
 from ..common.block_session import BlockSession
 from ..common.chain import Advance, draw_chain
+from ..request import DraftRequest
 from .modeling import DFlash2Model
 
 _CAUSES = (
@@ -27,6 +28,7 @@ class DFlashDrafter(BlockDrafter):
 
     method = "dflash"
     option_names = ("aux_layers", "own_embedding")
+    first_row_remedy = "sample_from_anchor in its config.json says which row guesses first"
 
     def start(self, request: DraftRequest) -> DraftSession:
         is_second = isinstance(self.model, DFlash2Model)
@@ -37,8 +39,7 @@ class DFlashSession(BlockSession):
     """A call's blocks, guessed each token by itself."""
 
     def __init__(self, drafter: DFlashDrafter, request: DraftRequest) -> None:
-        super().__init__(drafter.model, request, _CAUSES)
-        self.drafter = drafter
+        super().__init__(drafter, request, _CAUSES)
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
         if max(budget) == 0:

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...decoding.ragged_model import why_not_ragged
-from ..base import SPECIAL_TOKENS, Drafter, DraftRequest, DraftSession, UnfitDraftModel
+from ..base import SPECIAL_TOKENS, Drafter, DraftSession, UnfitDraftModel
+from ..request import DraftRequest
 from .encoder_decoder import EncoderDecoderSession, check_source, has_same_encoder, reads_source, why_not_cropped
 from .session import DraftModelSession
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..base import DraftRequest, UnfitDraftModel
+from ..base import UnfitDraftModel
+from ..request import DraftRequest
 from .session import DraftModelSession
 
 _INPUT_SIZES = ("num_mel_bins", "input_feat_per_channel", "num_channels")  # of what encoders read besides tokens

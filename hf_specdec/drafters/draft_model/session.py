@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from ...decoding.placement import input_device
 from ...decoding.ragged_model import RaggedModel, max_positions
 from ...verification import Draft, Verdict
-from ..base import DraftRequest, DraftSession, Signals
+from ..base import DraftSession, Signals
 from ..common.chain import draw_chain
+from ..request import DraftRequest
 
 
 class DraftModelSession(DraftSession):

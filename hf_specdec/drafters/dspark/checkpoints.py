@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..auto import AutoDrafter, DrafterFormat, Repository
 from ..base import Drafter
-from ..common.checkpoints import compare, drafts_with_own_embedding, read_tensors, rename, target_ids_of
+from ..common.checkpoints import drafts_with_own_embedding, filled, own_head, read_tensors, rename, target_ids_of
 from .config_files import is_gemma4, read_config
 from .gemma4 import Gemma4DSparkModel
 from .modeling import DSparkModel
@@ -100,27 +100,18 @@ def load(
     tensors = read_tensors(repository, _RENAMED, _IGNORED)
     config, heads = read_config(repository, tensors, target, aux_layers, first_slot)
     target_ids = target_ids_of(repository, tensors, config.draft_vocab_size, config.vocab_size)
-    if not drafts_with_own_embedding(repository, tensors, target, own_embedding):
+    has_embedding = drafts_with_own_embedding(repository, tensors, target, own_embedding)
+    if not has_embedding:
         tensors.pop("embed_tokens.weight", None)
-    head = tensors.pop("lm_head.weight", None)
-    if head is None and config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{repository.path} has no lm_head.weight, and the target's cannot serve its reduced vocabulary "
-            f"({config.draft_vocab_size} of {config.vocab_size})."
-        )
-    own_embedding = "embed_tokens.weight" in tensors
+    head = own_head(repository, tensors, target, config)
     with torch.device("meta"):
         if is_gemma4(tensors):
             values_are_keys = "layers.0.self_attn.v_proj.weight" not in tensors
-            model: DSparkModel = Gemma4DSparkModel(config, heads, own_embedding, values_are_keys)
+            model: DSparkModel = Gemma4DSparkModel(config, heads, has_embedding, values_are_keys)
         else:
-            model = DSparkModel(config, heads, own_embedding)
-        expected = model.state_dict()
-        if head is not None:
-            expected["lm_head.weight"] = torch.empty(config.draft_vocab_size, config.hidden_size)
-    compare(repository, expected, tensors if head is None else {**tensors, "lm_head.weight": head})
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-    return DSparkDrafter(model.to(device).eval(), _own_head(head, target, dtype, device), target_ids, **overrides)
+            model = DSparkModel(config, heads, has_embedding)
+    model, head = filled(repository, model, tensors, dtype, device), None if head is None else head.to(device, dtype)
+    return DSparkDrafter(model, head, target_ids, **overrides)
 
 
 def load_beside(target: PreTrainedModel, **options: Any) -> Drafter:
@@ -143,21 +134,3 @@ def load_beside(target: PreTrainedModel, **options: Any) -> Drafter:
             "AutoDrafter.from_pretrained(name, target=model)."
         )
     return AutoDrafter.from_pretrained(name, target=target, subfolder=_FOLDER, **options)
-
-
-def _own_head(
-    weight: torch.Tensor | None, target: PreTrainedModel, dtype: torch.dtype, device: torch.device | str
-) -> torch.nn.Linear | None:
-    """The drafter's output head; None where the target's serves as well, because it is the same."""
-    if weight is None or _is_copy(weight, target.get_output_embeddings()):
-        return None
-    with torch.device("meta"):
-        head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    head.load_state_dict({"weight": weight.to(device, dtype)}, assign=True)
-    return head
-
-
-def _is_copy(weight: torch.Tensor, theirs: Any) -> bool:
-    if theirs is None or getattr(theirs, "bias", None) is not None or theirs.weight.shape != weight.shape:
-        return False
-    return torch.equal(theirs.weight.detach().float().to(weight.device), weight.float())

@@ -11,11 +11,22 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from ..auto import Repository
 from ..common.block_config import BlockConfig
-from ..common.config_files import check_vocabulary, heads_of, needed, refuse_quantised, rope_of, rows_of, windows_of
+from ..common.config_files import (
+    activation_of,
+    check_fc,
+    check_vocabulary,
+    draft_vocabulary_of,
+    heads_of,
+    layer_fields_of,
+    needed,
+    refuse_quantised,
+    rope_of,
+    rows_of,
+    windows_of,
+)
 from ..common.fields import Fields
 from .head_files import W2, read_heads
 from .modeling import DSparkHeads
@@ -49,32 +60,21 @@ def read_config(
     vocab_size = target_config.vocab_size
     check_vocabulary(repository, tensors, fields, vocab_size)
     layers = _aux_layers(repository, top, own, target_config.num_hidden_layers, aux_layers)
-    hidden_size, inputs = needed(repository, tensors, "fc.weight").shape
+    hidden_size = rows_of(repository, tensors, "fc.weight")
     target_size = fields.integer("target_hidden_size", target_config.hidden_size)
-    if inputs != len(layers) * target_size:
-        raise ValueError(
-            f"{path} has an fc for {inputs} inputs, and {len(layers)} hidden states {list(layers)} of a target of "
-            f"width {target_size} make {len(layers) * target_size}; it was trained for another target, or on other "
-            "layers (aux_layers=...)."
-        )
-    draft_vocab_size = tensors["d2t"].numel() if "d2t" in tensors else vocab_size
-    for name in (W2, "lm_head.weight"):
-        if name in tensors:
-            draft_vocab_size = rows_of(repository, tensors, name)
+    check_fc(repository, tensors, layers, target_size)
+    said = rows_of(repository, tensors, W2) if W2 in tensors else vocab_size
     num_heads, num_key_value_heads, head_dim = _heads(repository, tensors, fields)
     windows = windows_of(tensors, fields)
     block_size = _needed_integer(own, "block_size")
-    activation = fields.text("hidden_activation" if gemma4 else "hidden_act", "gelu_pytorch_tanh" if gemma4 else "silu")
-    if activation not in ACT2FN:
-        raise ValueError(f"{path} has the activation {activation!r}, which transformers does not know.")
+    activation = ("hidden_activation", "gelu_pytorch_tanh") if gemma4 else ()
     config = BlockConfig(
         hidden_size=hidden_size,
-        intermediate_size=rows_of(repository, tensors, "layers.0.mlp.gate_proj.weight"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=draft_vocabulary_of(repository, tensors, said),
         target_hidden_size=target_size,
         aux_layers=layers,
         block_size=block_size,
@@ -82,15 +82,12 @@ def read_config(
         mask_token_id=_needed_integer(own, "mask_token_id", least=0),
         windows=windows,
         causal=_causal(own, windows),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        hidden_act=activation,
+        windows_from_anchor="speculators_model_type" in top,
+        hidden_act=activation_of(fields, *activation),
         rope_parameters=_proportional_rope(fields) if gemma4 else rope_of(fields),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-        qk_norm=_Q_NORM in tensors,
+        **layer_fields_of(repository, tensors, fields),
         attention_scale=1.0 if gemma4 else None,
-        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
-        mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
         embedding_scale=hidden_size**0.5 if gemma4 else own.number("input_embedding_scale", 1.0),
         logit_scale=own.number("output_multiplier", 1.0),
         logit_cap=own.number("final_logit_softcapping", 1.0) if "final_logit_softcapping" in own else None,

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ...verification import Draft
-from ..base import DraftRequest, DraftSession
+from ..base import DraftSession
 from ..common.block_drafter import BlockDrafter
 from ..common.block_session import BlockSession
 from ..common.chain import draw_chain
+from ..request import DraftRequest
 from .modeling import DSparkModel
 
 _CAUSES = (
@@ -34,6 +35,7 @@ class DSparkDrafter(BlockDrafter):
 
     method = "dspark"
     option_names = ("aux_layers", "own_embedding", "first_slot")
+    first_row_remedy = "Load it with first_slot={other}"
     model: DSparkModel
 
     @property
@@ -48,8 +50,8 @@ class DSparkSession(BlockSession):
     """A call's blocks, and what the token before each slot adds."""
 
     def __init__(self, drafter: DSparkDrafter, request: DraftRequest) -> None:
-        super().__init__(drafter.model, request, _CAUSES)
-        self.drafter, self.heads = drafter, drafter.model
+        super().__init__(drafter, request, _CAUSES)
+        self.heads = drafter.model
         self.wants_confidence = request.config.schedule is not None
         temperatures = drafter.model.heads.confidence_temperatures or (1.0,) * self.config.num_drafts
         self.temperatures = torch.tensor(temperatures, device=self.device)
@@ -79,6 +81,16 @@ class DSparkSession(BlockSession):
         if not confidence:
             return draft
         return replace(draft, confidence=self.confidence(torch.cat(confidence, dim=1)))
+
+    def next_token_logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits, markov = super().next_token_logits(states), self.heads.markov_head
+        if markov is None:
+            return logits
+        anchor, memory, biases = self.rows.last_tokens().to(self.device), None, []
+        for slot in range(2):
+            bias, memory = markov(anchor, states[:, slot : slot + 1], memory)
+            biases.append(bias)
+        return logits + torch.cat(biases, dim=1).to(logits.device, logits.dtype)
 
     def acceptance_logits(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """[B, m] fp32 logits of the confidence head.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..auto import DrafterFormat, Repository
 from ..base import check_decoder_only
-from ..common.checkpoints import compare, drafts_with_own_embedding, read_tensors, rename, target_ids_of
+from ..common.checkpoints import check_head, drafts_with_own_embedding, filled, read_tensors, rename, target_ids_of
 from .config_files import is_parallel, read_config
 from .modeling import Eagle3Model
 from .session import Eagle3Drafter
@@ -89,16 +89,11 @@ def load(
     if config.mask_token_id is not None and own_embedding is None:
         own_embedding = "embed_tokens.weight" in tensors  # its row of the mask was trained, the target's was not
     target_ids = target_ids_of(repository, tensors, config.draft_vocab_size, config.vocab_size)
-    if not drafts_with_own_embedding(repository, tensors, target, own_embedding):
+    has_embedding = drafts_with_own_embedding(repository, tensors, target, own_embedding)
+    if not has_embedding:
         tensors.pop("embed_tokens.weight", None)
-    has_head = "lm_head.weight" in tensors
-    if not has_head and config.draft_vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{repository.path} has no lm_head.weight, and the target's cannot serve its reduced vocabulary "
-            f"({config.draft_vocab_size} of {config.vocab_size})."
-        )
+    check_head(repository, tensors, config.draft_vocab_size, config.vocab_size)
     with torch.device("meta"):
-        model = Eagle3Model(config, own_embedding="embed_tokens.weight" in tensors, own_head=has_head)
-    compare(repository, model.state_dict(), tensors)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-    return Eagle3Drafter(model.to(device).eval(), target_ids, layers_guessed=guessed, **overrides)
+        model = Eagle3Model(config, has_embedding, own_head="lm_head.weight" in tensors)
+    model = filled(repository, model, tensors, dtype, device)
+    return Eagle3Drafter(model, target_ids, layers_guessed=guessed, **overrides)

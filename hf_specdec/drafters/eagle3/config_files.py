@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from ..auto import Repository
 from ..common.config_files import (
+    activation_of,
+    check_fc,
     check_vocabulary,
+    draft_vocabulary_of,
     heads_of,
-    needed,
+    layer_fields_of,
     refuse_quantised,
     rope_of,
     rows_of,
@@ -57,40 +59,22 @@ def read_config(
     guessed = False
     if fields.flag("use_aux_hidden_state", True):
         layers, guessed = _aux_layers(repository, tensors, top, eagle, target_config.num_hidden_layers, aux_layers)
-        found = needed(repository, tensors, "fc.weight").shape[-1]
-        if found != len(layers) * target_size:
-            raise ValueError(
-                f"{path} has an fc for {found} inputs, and {len(layers)} hidden states {list(layers)} of a target of "
-                f"width {target_size} make {len(layers) * target_size}; it was trained for another target, or on other "
-                "layers (aux_layers=...)."
-            )
-    vocab_size, draft_vocab_size = (
-        target_config.vocab_size,
-        fields.integer("draft_vocab_size", target_config.vocab_size),
-    )
-    if "lm_head.weight" in tensors:
-        draft_vocab_size = rows_of(repository, tensors, "lm_head.weight")
-    elif "d2t" in tensors:
-        draft_vocab_size = tensors["d2t"].numel()
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACT2FN:
-        raise ValueError(f"{path} has hidden_act {activation!r}, which transformers does not know.")
+        check_fc(repository, tensors, layers, target_size)
+    said = fields.integer("draft_vocab_size", target_config.vocab_size)
     mask_token_id = num_parallel_tokens = None
     if is_parallel(top.content, tensors):
         mask_token_id, num_parallel_tokens = _mask_token(path, top, eagle), _trained_length(path, top)
     config = Eagle3Config(
         hidden_size=hidden_size,
-        intermediate_size=rows_of(repository, tensors, "layers.0.mlp.gate_proj.weight"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
-        vocab_size=vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        vocab_size=target_config.vocab_size,
+        draft_vocab_size=draft_vocabulary_of(repository, tensors, said),
         target_hidden_size=target_size,
         aux_layers=layers,
         windows=windows_of(tensors, fields),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        hidden_act=activation,
+        hidden_act=activation_of(fields),
         rope_parameters=rope_of(fields),
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         # Where the field is missing, servers take speculators' heads as trained with it and all others without.
@@ -98,10 +82,7 @@ def read_config(
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
         norm_output=fields.flag("norm_output", False) if norm_output is None else norm_output,
-        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
-        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        output_bias="layers.0.self_attn.o_proj.bias" in tensors,
-        mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
+        **layer_fields_of(repository, tensors, fields),
         fc_bias="fc.bias" in tensors,
         mask_token_id=mask_token_id,
         num_parallel_tokens=num_parallel_tokens,

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from ...decoding.cache import RaggedCache
 from ...verification import Draft, Verdict
-from ..base import Drafter, DraftRequest, DraftSession, Signals, TargetSignals
+from ..base import Drafter, DraftSession, Signals, TargetSignals
 from ..common.chain import Advance, draw_chain
 from ..common.embedding import head_logits, num_rows, stored_embeddings, width
 from ..common.features import MismatchCheck, Missing, TargetFeatures
 from ..common.rotary import layer_config
 from ..common.vocabulary import over_target_vocabulary
+from ..request import DraftRequest
 from .modeling import Eagle3Model
 
 _CAUSES = (

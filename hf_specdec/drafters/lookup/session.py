@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...verification import Draft, OneHot
-from ..base import Drafter, DraftRequest, DraftSession
+from ..base import Drafter, DraftSession
+from ..request import DraftRequest
 
 
 class LookupDrafter(Drafter):

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...verification import Draft
-from ..base import Drafter, DraftRequest, DraftSession
+from ..base import Drafter, DraftSession
+from ..request import DraftRequest
 
 
 class NoDrafter(Drafter):
