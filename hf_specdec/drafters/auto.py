@@ -23,6 +23,7 @@ _METHOD_MODULES = (
     "eagle3",
     "dflash",
     "dspark",
+    "gemma4",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
 _TELLING_FIELDS = (
@@ -99,12 +100,15 @@ class Method:
         detect: (repository) -> its format if this method loads it, else None.
         from_repository: (repository, target, dtype, device, overrides) -> drafter, for methods with checkpoints.
         for_target: (target, **options) -> drafter, for methods that live inside the target or need no weights.
+        from_model: (what `generate` was given as its assistant) -> drafter, None where it is no model of the method's;
+            for methods whose checkpoints transformers loads as models, too.
     """
 
     name: str
     detect: Callable[[Repository], DrafterFormat | None] | None = None
     from_repository: Callable[..., Drafter] | None = None
     for_target: Callable[..., Drafter] | None = None
+    from_model: Callable[[Any], Drafter | None] | None = None
 
 
 _METHODS: dict[str, Method] = {}
@@ -151,7 +155,7 @@ class AutoDrafter:
             dtype, device: of the drafter's weights; the target's by default.
             overrides: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`aux_layers`,
                 `own_embedding` and `norm_output` of EAGLE-3, the first two of DFlash, these and
-                `first_slot` of DSpark).
+                `first_slot` of DSpark, `draft_position` of Gemma 4 assistants).
 
         Raises:
             ValueError: the format is unknown (the sentence lists what was found), or does not fit the target.
@@ -207,6 +211,17 @@ class AutoDrafter:
         return _detect(
             Repository.read(_fetch(name_or_path, revision, subfolder, token, local_files_only)), name_or_path
         )
+
+
+def drafter_of_model(assistant_model: Any, target: PreTrainedModel) -> Drafter | None:
+    """A drafter over the weights of a model that transformers has loaded; None where it is a model like any other.
+
+    Raises:
+        ValueError: it does not fit the target.
+    """
+    makers = (method.from_model for method in methods().values() if method.from_model is not None)
+    drafter = next((drafter for make in makers if (drafter := make(assistant_model)) is not None), None)
+    return None if drafter is None else drafter.bind(target)
 
 
 def _detect(repository: Repository, name: str | Path) -> DrafterFormat:

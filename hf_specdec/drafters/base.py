@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,34 +20,9 @@ from ..config import SpecConfig, check_names
 from ..metrics import SpecStats
 from ..verification import Draft, Verdict
 from .request import DraftRequest
+from .signals import Signals, TargetSignals
 
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
-
-
-@dataclass(frozen=True)
-class TargetSignals:
-    """What a drafter needs from each target forward.
-
-    Args:
-        hidden_states: indices into transformers' `hidden_states` tuple: 0 is the embedding's output and i the output
-            of layer i - 1. The last one, as transformers gives it, has gone through the final norm.
-        pre_norm_last: give the last one as it was before the final norm.
-    """
-
-    hidden_states: tuple[int, ...] = ()
-    pre_norm_last: bool = False
-
-
-@dataclass(frozen=True)
-class Signals:
-    """What a target forward gave, for the rows of its verdict.
-
-    Args:
-        hidden_states: index -> [B, m, H], one entry for each input row of the forward: the whole (left-padded) prompt
-            at the prefill, then the last committed token followed by the drafted ones.
-    """
-
-    hidden_states: dict[int, torch.Tensor]
 
 
 class UnfitDraftModel(ValueError):

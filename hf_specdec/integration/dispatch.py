@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, StoppingCriteriaList
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
+from ..drafters.auto import drafter_of_model
 from ..drafters.base import Drafter
 from .compat import ASSISTANT_PARAMETERS, PIPELINE_PARAMETERS, UTILS_PARAMETERS, check_signatures
 from .encoder_decoder import encoder_inputs, with_named_outputs
@@ -140,6 +141,8 @@ def _wrap_validate(original: Callable) -> Callable:
         if isinstance(drafter, (list, tuple, dict, type)):
             given = drafter.__name__ if isinstance(drafter, type) else repr(drafter)
             raise ValueError(f"`assistant_model` is {given}; give a drafter, as AutoDrafter returns it, or a model.")
+        if isinstance(drafter, PreTrainedModel) and (of_model := drafter_of_model(drafter, self)) is not None:
+            drafter = generation_mode_kwargs["assistant_model"] = of_model
         if not is_drafter(drafter):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         _check_beside(generation_mode_kwargs)

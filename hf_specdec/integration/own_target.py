@@ -22,6 +22,7 @@ from ..decoding.outputs import States
 from ..decoding.ragged_model import why_not_ragged
 from ..decoding.rollback import Snapshot
 from ..decoding.rows import Rows
+from ..decoding.shared_kv import own_kv
 from ..drafters.base import Signals, TargetSignals
 from ..scheduling import Governor
 from ..verification import Draft
@@ -192,14 +193,14 @@ class OwnTarget:
     def prefill(self) -> tuple[torch.Tensor, Signals | None]:
         output, signals = self.taps.prefill(self.own.prefill)
         self.states = self.taps.states(output)
-        return self._logits(output, 1), signals
+        return self._logits(output, 1), self._with_shared_kv(signals)
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
         ids = torch.cat([self._text(rows), draft.tokens.clamp_min(0)], dim=1)
         num_rows = draft.num_slots + 1
         output = self.own.forward(ids, draft.num_slots)
         self.states = self.taps.states(output, num_rows)
-        return self._logits(output, num_rows), self.taps.signals(output, num_rows)
+        return self._logits(output, num_rows), self._with_shared_kv(self.taps.signals(output, num_rows))
 
     def read_again(self, rows: Rows, first: int, end: int) -> torch.Tensor:
         at_once = 1 if self.rollback == "stepwise" else end - first
@@ -226,6 +227,13 @@ class OwnTarget:
     def drop(self) -> None:
         """Free the cache; nothing can be run afterwards."""
         self.own.kwargs["cache"] = self.own.snapshot = None
+
+    def _with_shared_kv(self, signals: Signals | None) -> Signals | None:
+        if not self.taps.wanted.shared_kv:
+            return signals
+        own, mask = self.own, self.own.kwargs.get("attention_mask")
+        shared = own_kv(own.cache, own.model.config.get_text_config(), own.filled, mask)
+        return Signals(signals.hidden_states if signals else {}, shared)
 
     @staticmethod
     def _text(rows: Rows) -> torch.Tensor:

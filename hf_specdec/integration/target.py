@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from ..decoding.outputs import States
 from ..decoding.ragged_model import RaggedModel
 from ..decoding.rows import Rows
+from ..decoding.shared_kv import ragged_kv
 from ..drafters.base import Signals
 from ..verification import Draft
 from .compat import TOKEN_TYPES, new_token_types
@@ -61,14 +62,14 @@ class RaggedTarget:
         )
         self.ragged.cache.begin_rows()
         self.states = self.taps.states(output)
-        return self._logits(output)[:, -1:], signals
+        return self._logits(output)[:, -1:], self._with_shared_kv(signals)
 
     def verify(self, rows: Rows, draft: Draft) -> tuple[torch.Tensor, Signals | None]:
         if not self.keeps_rows:
             self.ragged.drop(rows.finished)
         tokens = torch.cat([rows.last_tokens(), draft.tokens.clamp_min(0)], dim=1)
         output = self._run(tokens, rows.lengths - 1, [width - 1 for width in rows.widths])
-        return self._logits(output), self.taps.signals(output)
+        return self._logits(output), self._with_shared_kv(self.taps.signals(output))
 
     def read_again(self, rows: Rows, first: int, end: int) -> torch.Tensor:
         offsets = torch.full_like(rows.lengths, first)
@@ -85,6 +86,11 @@ class RaggedTarget:
         output = self.ragged.forward(tokens, slots, host_slots, positions, **constants)
         self.states = self.taps.states(output)
         return output
+
+    def _with_shared_kv(self, signals: Signals | None) -> Signals | None:
+        if not self.taps.wanted.shared_kv:
+            return signals
+        return Signals(signals.hidden_states if signals else {}, ragged_kv(self.ragged, self.earlier))
 
     def _logits(self, output: Any) -> torch.Tensor:
         return output.logits.to(self.input_ids.device, torch.float32)

@@ -155,12 +155,13 @@ def filled(
     Raises:
         ValueError: they are missing, surplus, or of a wrong shape.
     """
-    _compare(repository, model.state_dict(), tensors)
+    compare(repository, model.state_dict(), tensors)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
     return model.to(device).eval()
 
 
-def _compare(repository: Repository, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+def compare(repository: Repository, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Refuse missing and surplus tensors, and wrong shapes."""
     for title, names in (
         ("lacks the tensors", expected.keys() - found.keys()),
         ("has tensors that its config does not call for:", found.keys() - expected.keys()),

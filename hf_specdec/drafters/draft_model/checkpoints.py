@@ -27,8 +27,19 @@ from ..auto import DrafterFormat, Repository
 from ..base import UnfitDraftModel
 from .drafter import DraftModelDrafter
 
-# Tensors of EAGLE, MTP, DFlash and DSpark heads; no whole language model has them at its top.
-_HEAD_TENSORS = ("d2t", "t2d", "fc.weight", "midlayer.", "model.fc.", "enorm.", "hnorm.", "markov", "mask_embedding")
+# Tensors of EAGLE, MTP, DFlash and DSpark heads and of Gemma 4 assistants; no whole language model has them at its top.
+_HEAD_TENSORS = (
+    "d2t",
+    "t2d",
+    "fc.weight",
+    "midlayer.",
+    "model.fc.",
+    "enorm.",
+    "hnorm.",
+    "markov",
+    "mask_embedding",
+    "pre_projection.",
+)
 _HEAD_FIELDS = ("eagle_config", "dflash_config", "draft_vocab_size", "speculators_model_type", "markov_rank")
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..common.block_config import BlockConfig
 from ..common.block_model import Attend
-from ..common.mlp import GatedMLP
+from ..common.gemma4_layer import Gemma4Layer
 from ..common.rotary import rotate
 from .modeling import DSparkHeads, DSparkModel
 
@@ -28,35 +28,8 @@ class Gemma4DSparkModel(DSparkModel):
 
     def __init__(self, config: BlockConfig, heads: DSparkHeads, own_embedding: bool, values_are_keys: bool) -> None:
         super().__init__(config, heads, own_embedding)
-        self.layers = nn.ModuleList(Gemma4Layer(config, i, values_are_keys) for i in range(len(config.windows)))
-
-
-class Gemma4Layer(nn.Module):
-    """A decoder layer over the rows of blocks."""
-
-    def __init__(self, config: BlockConfig, index: int, values_are_keys: bool) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(size, eps)
-        self.self_attn = Gemma4Attention(config, index, values_are_keys)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
-        self.pre_feedforward_layernorm = LlamaRMSNorm(size, eps)
-        self.mlp = GatedMLP(config)
-        self.post_feedforward_layernorm = LlamaRMSNorm(size, eps)
-        self.layer_scalar: torch.Tensor
-        self.register_buffer("layer_scalar", torch.ones(1))
-
-    def forward(
-        self,
-        states: torch.Tensor,
-        context: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-    ) -> torch.Tensor:
-        mixed = self.self_attn(self.input_layernorm(states), context, rotation, attend)
-        states = states + self.post_attention_layernorm(mixed)
-        states = states + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(states)))
-        return states * self.layer_scalar
+        attentions = [Gemma4Attention(config, i, values_are_keys) for i in range(len(config.windows))]
+        self.layers = nn.ModuleList(Gemma4Layer(config, config.rms_norm_eps, attention) for attention in attentions)
 
 
 class Gemma4Attention(nn.Module):
