@@ -433,7 +433,7 @@ def test_drafters_that_need_no_weights_live_in_the_target(target):
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", ""])
 def test_a_method_that_needs_weights_is_not_built_for_a_target(target, method):
-    with pytest.raises(ValueError, match="are 'dspark', 'lookup', 'none'"):
+    with pytest.raises(ValueError, match="are 'dspark', 'lookup', 'mtp', 'none'"):
         AutoDrafter.for_target(target, method)
 
 

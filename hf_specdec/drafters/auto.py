@@ -24,6 +24,7 @@ _METHOD_MODULES = (
     "dflash",
     "dspark",
     "gemma4",
+    "mtp",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
 _TELLING_FIELDS = (
@@ -172,14 +173,15 @@ class AutoDrafter:
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, method: str, **options: Any) -> Drafter:
-        """A drafter that comes with the target: "lookup", "none" for plain decoding, or "dspark" where the target's
-        repository holds a DSpark drafter.
+        """A drafter that comes with the target: "lookup", "none" for plain decoding, "mtp" where its checkpoint holds
+        multi-token prediction layers, or "dspark" where its repository holds a DSpark drafter.
 
         Args:
             target: the model that it will draft for.
             method: the method's name.
             options: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`min_ngram`,
-                `max_ngram` and `max_candidates` of lookup).
+                `max_ngram` and `max_candidates` of lookup; `repository`, `revision`, `subfolder`, `token`,
+                `local_files_only`, `dtype` and `device` of MTP).
         """
         _check_is_target(target)
         known = {name: entry for name, entry in methods().items() if entry.for_target is not None}

@@ -66,14 +66,17 @@ class TargetFeatures:
         columns = torch.tensor(starts, device=features.device)[:, None] + torch.arange(count, device=features.device)
         self.values.scatter_(1, columns[..., None].expand(-1, -1, features.shape[-1]), features)
 
-    def take(self) -> list[Missing]:
+    def take(self, again: int = 0) -> list[Missing]:
         """The columns that the target has processed and the drafter has not, the oldest first.
+
+        Args:
+            again: that many columns before them are given once more.
 
         One piece, as wide as what the row that misses most misses. Where a row has not that many columns, a short
         prompt whose neighbour has got ahead, there are several, none wider than the shortest row.
         """
-        rows = self.rows
-        unfinished = [(w - 1, t) for w, t, done in zip(rows.widths, self.taken, rows.finished, strict=True) if not done]
+        rows, starts = self.rows, [max(taken - again, self.first) for taken in self.taken]
+        unfinished = [(w - 1, t) for w, t, done in zip(rows.widths, starts, rows.finished, strict=True) if not done]
         left, widest = max(end - taken for end, taken in unfinished), min(end for end, _ in unfinished)
         pieces = []
         while left > 0:
