@@ -12,6 +12,7 @@ Importing the package lets `generate` and pipelines take drafters (`install()`);
 import os
 import warnings
 
+from . import lenient
 from .config import SpecConfig
 from .drafters import AutoDrafter, Drafter, DrafterFormat
 from .integration import SpecGenerate, enable, install, pipeline, uninstall
@@ -27,6 +28,7 @@ __all__ = [
     "SpecStats",
     "enable",
     "install",
+    "lenient",
     "pipeline",
     "uninstall",
 ]

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .verification.lenient import as_rule, rule_from_dict
+from .verification.lenient_rule import LenientRule
+
 _CHOICES = {
     "rule": ("auto", "match", "coupled", "rejection", "block"),
     "draft_sampling": ("auto", "greedy", "sample"),
@@ -18,13 +21,13 @@ _CHOICES = {
 _SCHEDULES = (None, "confidence", "lagged")
 _NOT_YET = {
     "tree": "tree drafts",
-    "lenience": "lenient rules",
 }
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Options of speculative decoding. Every setting is lossless: it changes the time, never the law of the text.
+    """Options of speculative decoding. Every one but `lenience` is lossless: it changes the time, never the law of the
+    text.
 
     Args:
         num_draft_tokens: tokens drafted per verification. "auto" starts from the drafter's own length and lets the
@@ -44,7 +47,11 @@ class SpecConfig:
             length that would have been best in the round before, which needs no wait for this round's confidence; a
             number from 0 to 1 stops before the first token whose confidence is below it. None verifies all of them.
             Measured costs differ between runs, and lengths with them.
-        effort, tree, lenience: served by drafters and rules that this version does not have yet; any other
+        lenience: how much of the target's law may be lost for more accepted tokens. A number l above 0, at most 1,
+            lets no token be more than 1 / l times as probable as under the target (greedy decoding: no token is less
+            than l times as probable as the best one); 1 is `rule="rejection"`. Or one of the rules of
+            `hf_specdec.lenient`. None, the default, is the only setting besides their strict ends that is lossless.
+        effort, tree: served by drafters and rules that this version does not have yet; any other
             value than the default is refused.
     """
 
@@ -54,7 +61,7 @@ class SpecConfig:
     effort: int = 1
     schedule: str | float | None = None
     tree: Any = None
-    lenience: Any = None
+    lenience: float | LenientRule | None = None
     governor: str = "auto"
     kernels: str = "auto"
     seed: int | list[int] | None = None
@@ -78,11 +85,21 @@ class SpecConfig:
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)!r}; this version has no {what} yet, leave it at None."
                 )
+        if self.lenient_rule is not None and self.rule not in ("auto", "rejection"):
+            raise ValueError(
+                f"`rule` is {self.rule!r} beside `lenience` {self.lenience!r}, which verifies by a rule of its own; "
+                "leave one of them out."
+            )
         seeds = self.seed if isinstance(self.seed, list) else [self.seed]
         if self.seed is not None and not (seeds and all(map(_is_seed, seeds))):
             raise ValueError(
                 f"`seed` is {self.seed!r}; give an integer of 64 bits, a list with one such integer a row, or None."
             )
+
+    @property
+    def lenient_rule(self) -> LenientRule | None:
+        """The rule that `lenience` stands for."""
+        return as_rule(self.lenience)
 
     def with_options(self, **options: Any) -> SpecConfig:
         """A copy with some options changed; unknown names are refused."""
@@ -91,7 +108,10 @@ class SpecConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike) -> SpecConfig:
-        """Read the options from a JSON object of field names and values."""
+        """Read the options from a JSON object of field names and values.
+
+        A lenient rule is an object of its name and its parameters, as `dataclasses.asdict` of a SpecConfig has it.
+        """
         with open(path, encoding="utf-8") as file:
             try:
                 options = json.load(file)
@@ -99,6 +119,8 @@ class SpecConfig:
                 raise ValueError(f"{os.fspath(path)} is not JSON: {error}.") from error
         if not isinstance(options, dict):
             raise ValueError(f"{os.fspath(path)} holds a JSON {type(options).__name__}; a SpecConfig is an object.")
+        if isinstance(options.get("lenience"), dict):
+            options["lenience"] = rule_from_dict(options["lenience"])
         return cls().with_options(**options)
 
 

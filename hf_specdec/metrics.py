@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
 @dataclass
 class RowStats:
-    """Counts of one row. `accepted_per_position[i]` counts the rounds that accepted drafted token i."""
+    """Counts of one row. `accepted_per_position[i]` counts the rounds that accepted drafted token i; `tv` and `kl` are
+    sums over the row's tokens."""
 
     num_verifications: int = 0
     num_drafted: int = 0
@@ -16,6 +17,8 @@ class RowStats:
     num_emitted: int = 0
     num_plain_steps: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    tv: float = 0.0
+    kl: float = 0.0
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count one target forward.
@@ -34,12 +37,8 @@ class RowStats:
         self._count_positions(1 for _ in range(accepted))
 
     def __add__(self, other: RowStats) -> RowStats:
-        total = RowStats(
-            *(
-                getattr(self, name) + getattr(other, name)
-                for name in ("num_verifications", "num_drafted", "num_accepted", "num_emitted", "num_plain_steps")
-            )
-        )
+        summed = (field.name for field in fields(self) if field.name != "accepted_per_position")
+        total = RowStats(**{name: getattr(self, name) + getattr(other, name) for name in summed})
         total._count_positions(self.accepted_per_position)
         total._count_positions(other.accepted_per_position)
         return total
@@ -67,6 +66,7 @@ class SpecStats:
         num_forwards: target forwards of the call, the prefill included.
         rule: the rule that verified; "match" in greedy decoding.
         lossless: whether the text is distributed exactly as the target's.
+        bound: what a lenient rule guarantees for each token, with h the law it was drawn from and p the target's.
         kernels: the implementation of the verification that ran.
         cache, rollback: how the target's cache holds the rows and forgets rejected tokens.
         seed: the key of the noise (None in greedy decoding).
@@ -79,6 +79,7 @@ class SpecStats:
     num_forwards: int = 0
     rule: str = ""
     lossless: bool = True
+    bound: str = ""
     kernels: str = ""
     cache: str = ""
     rollback: str = ""
@@ -122,6 +123,21 @@ class SpecStats:
         """tau: emitted tokens per verification, the bonus token included."""
         return self.num_emitted / self.num_verifications if self.num_verifications else 0.0
 
+    @property
+    def mean_tv(self) -> float:
+        """TV(h, p), averaged over the emitted tokens; 0 under a lossless rule.
+
+        h and p are a token's laws given the text before it: the one it was drawn from, and the target's. In greedy
+        decoding it is the share of tokens that were not the target's best.
+        """
+        return sum(row.tv for row in self.rows) / self.num_emitted if self.num_emitted else 0.0
+
+    @property
+    def mean_kl(self) -> float:
+        """KL(h || p) in nats, averaged over the emitted tokens. In greedy decoding, where it would be infinite, it is
+        the log-probability that a token had less than the best one."""
+        return sum(row.kl for row in self.rows) / self.num_emitted if self.num_emitted else 0.0
+
     def __add__(self, other: SpecStats) -> SpecStats:
         """Sums over calls. Rows are added by index; descriptions that differ are joined with ' + '."""
         if not isinstance(other, SpecStats):
@@ -135,6 +151,7 @@ class SpecStats:
             num_forwards=self.num_forwards + other.num_forwards,
             rule=_joined(self.rule, other.rule),
             lossless=self.lossless and other.lossless,
+            bound=_joined(self.bound, other.bound),
             kernels=_joined(self.kernels, other.kernels),
             cache=_joined(self.cache, other.cache),
             rollback=_joined(self.rollback, other.rollback),
@@ -147,18 +164,21 @@ class SpecStats:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, for JSON."""
         names = ("num_verifications", "num_drafted", "num_accepted", "num_emitted", "num_plain_steps")
-        derived = ("accepted_per_position", "acceptance_rate", "mean_accepted_length")
+        derived = ("accepted_per_position", "acceptance_rate", "mean_accepted_length", "mean_tv", "mean_kl")
         return {**{name: getattr(self, name) for name in names + derived}, **asdict(self)}
 
     def summary(self) -> str:
         """A few lines for people."""
         by_position = ", ".join(str(count) for count in self.accepted_per_position) or "none"
+        law = "lossless"
+        if not self.lossless:
+            law = f"lossy ({self.bound}; measured: TV {self.mean_tv:.4f}, KL {self.mean_kl:.4f} a token)"
         return (
             f"{self.num_emitted} tokens in {self.num_verifications} verifications "
             f"(tau {self.mean_accepted_length:.2f}, {self.num_plain_steps} without a draft)\n"
             f"accepted {self.num_accepted} of {self.num_drafted} drafted tokens "
             f"({self.acceptance_rate:.0%}), by position: {by_position}\n"
-            f"rule {self.rule}, {'lossless' if self.lossless else 'lossy'}, kernels {self.kernels}, "
+            f"rule {self.rule}, {law}, kernels {self.kernels}, "
             f"cache {self.cache}, rollback {self.rollback}\n"
             f"draft {self.draft_time:.2f} s, verify {self.verify_time:.2f} s, host {self.host_time:.2f} s"
         )

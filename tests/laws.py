@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterable
 import torch
 from scipy import stats
 
+from hf_specdec.lenient import Ensemble, Lenience, LenientRule, Margin, Mentored, TopK, Typical
 from hf_specdec.verification import DRAFT, Draft, Noise, OneHot, RoundNoise, Sampled, Verdict, verify
 
 Text = tuple[int, ...]
 Language = Callable[[Text], torch.Tensor]
 Propose = Callable[[list[Text], RoundNoise], Draft]
-Rule = str | Callable[[Draft, torch.Tensor, RoundNoise], Verdict]
+Rule = str | LenientRule | Callable[[Draft, torch.Tensor, RoundNoise], Verdict]
 
 EXACT = 1e-12
 """Largest error of a probability that fp64 rounding explains."""
+
+LENIENT_RULES = [Lenience(0.5), Lenience(0.9), Mentored(0.1), Ensemble(0.6), Typical(0.25, 0.7), TopK(2), Margin(0.4)]
 
 
 # Languages

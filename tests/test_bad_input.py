@@ -176,7 +176,7 @@ def test_options_of_lookup(options):
 
 
 def test_an_unknown_method_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"`method` is 'medusa'.*'lookup', 'none'"):
+    with pytest.raises(ValueError, match=r"`method` is 'medusa'.*'lookup', 'mtp', 'none'"):
         AutoDrafter.for_target(tiny_target("llama"), "medusa")
 
 

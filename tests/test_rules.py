@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import (
+    LENIENT_RULES,
     chain_drafter,
     chi_square_p_value,
     emitted_texts,
@@ -15,6 +16,7 @@ from laws import (
     random_language,
 )
 
+from hf_specdec.lenient import Ensemble, Lenience, Mentored, TopK
 from hf_specdec.verification import (
     DRAFT,
     RULES,
@@ -29,6 +31,7 @@ from hf_specdec.verification import (
 CPU = torch.device("cpu")
 MATCHING_RULES = ["match", "coupled"]
 SAMPLING_RULES = ["rejection", "block"]
+EVERY_RULE = [*RULES, *LENIENT_RULES]
 
 # Any draft at all, with any scores
 
@@ -83,7 +86,7 @@ def random_case(
 
 
 cases = st.tuples(st.integers(0, 2**31), st.integers(1, 6), st.integers(0, 4), st.integers(1, 9), st.sampled_from(LAWS))
-rules = st.sampled_from(list(RULES))
+rules = st.sampled_from(EVERY_RULE)
 dtypes = st.sampled_from([torch.float32, torch.float64])
 
 
@@ -165,7 +168,7 @@ def test_what_lies_past_a_rows_length_changes_nothing(case, rule):
         assert torch.equal(clean.num_accepted, with_garbage.num_accepted)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
 @pytest.mark.parametrize("law", LAWS)
 def test_rows_without_drafts_take_a_plain_step(rule, law):
     draft, scores, noise = random_case(3, 5, 3, 6, law)
@@ -180,7 +183,7 @@ def test_rows_without_drafts_take_a_plain_step(rule, law):
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_are_judged_in_fp32(rule, law, dtype):
     draft, scores, noise = random_case(5, 2000, 3, 8, law)
@@ -240,7 +243,7 @@ def often_accepted_case(law: str, vocab_size: int) -> tuple[Draft, torch.Tensor,
 
 @pytest.mark.parametrize("vocab_size", [4, 1500])
 @pytest.mark.parametrize("how", BROKEN)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, Lenience(0.9), Mentored(0.01), Ensemble(0.6), TopK(1)], ids=str)
 def test_a_broken_row_is_marked_where_it_is_reached_and_nowhere_else(rule, how, vocab_size):
     laws = ["one-hot"] if rule in MATCHING_RULES else ["one-hot", "sampled", "some one-hot", "reduced"]
     for law in laws:
@@ -264,7 +267,8 @@ def test_a_broken_row_is_marked_where_it_is_reached_and_nowhere_else(rule, how, 
             for here, wanted in ((passed_over, cut), (~rows, healthy)):
                 assert torch.equal(verdict.tokens[here], wanted.tokens[here])
                 assert torch.equal(verdict.num_accepted[here], wanted.num_accepted[here])
-            assert place == 0 or bool((passed_over & (draft.lengths >= place)).any())
+            everything = rule == TopK(1)  # is accepted
+            assert place == 0 or everything or bool((passed_over & (draft.lengths >= place)).any())
 
 
 UNCHOOSABLE = [how for how in BROKEN if not how.startswith("inf")]  # greedy decoding takes an infinite score
@@ -390,7 +394,7 @@ def test_the_residual_of_fp64_logits_is_right_to_fp64():
     assert noise.scores[0, 0].tolist() == pytest.approx(exact_log_residual(p_logits, q_logits)[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
+@pytest.mark.parametrize("rule", [*SAMPLING_RULES, *LENIENT_RULES], ids=str)
 def test_a_token_that_the_target_filtered_is_never_accepted(rule):
     num_rows = 500
     scores = torch.tensor([-torch.inf, 0.0, 1.0]).expand(num_rows, 3, 3)
@@ -402,7 +406,7 @@ def test_a_token_that_the_target_filtered_is_never_accepted(rule):
         assert set(verdict.tokens[:, 0].tolist()) == {1, 2}
 
 
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
+@pytest.mark.parametrize("rule", [*SAMPLING_RULES, Lenience(0.5), Mentored(0.1), Ensemble(0.5)], ids=str)
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_a_drafter_that_is_the_target_has_every_fp32_draft_accepted(rule, vocab_size):
     scores = 3.0 * torch.randn(64, 5, vocab_size, generator=torch.Generator().manual_seed(0))
@@ -435,7 +439,7 @@ def test_rules_that_cannot_be_exact_are_refused(rule):
         verify(replace(draft, law=replace(draft.law, shared_noise=True)), scores, rule, noise)
 
 
-@pytest.mark.parametrize("rule", SAMPLING_RULES)
+@pytest.mark.parametrize("rule", [*SAMPLING_RULES, Lenience(0.5)], ids=str)
 def test_drafts_longer_than_their_noise_are_refused(rule):
     noise = RoundNoise(Noise.from_seed(0, 1, CPU), torch.tensor([0]), 0)
     tokens = torch.zeros(1, 1025, dtype=torch.long)

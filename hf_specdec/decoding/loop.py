@@ -11,7 +11,8 @@ import torch
 from ..drafters.base import DraftSession, Signals
 from ..metrics import SpecStats
 from ..scheduling import Governor, Schedule
-from ..verification import Draft, Noise, RoundNoise, verify
+from ..verification import Draft, LenientRule, Noise, RoundNoise, verify
+from .divergence import DivergenceSums
 from .outputs import Publisher, Recorder, States
 from .processors import BlockProcessors
 from .rows import Rows
@@ -51,7 +52,7 @@ class Call:
         target, session: who judges and who guesses.
         processors, stops: what shapes the scores and what ends the rows.
         max_positions: positions that the target has embeddings for, None where there is no limit.
-        rule: the verification rule.
+        rule: the verification rule; the text is the target's under all but the lenient ones.
         noise: the call's noise; None decodes greedily.
         governor: draft lengths.
         schedule: cuts drafts before they are verified, None where they are verified as they are.
@@ -65,7 +66,7 @@ class Call:
     processors: BlockProcessors
     stops: Stops
     max_positions: int | None
-    rule: str
+    rule: str | LenientRule
     noise: Noise | None
     governor: Governor
     schedule: Schedule | None
@@ -83,6 +84,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         stats: filled in.
     """
     draft, draft_time = Draft.empty(len(rows), rows.ids.device), 0.0
+    divergence = DivergenceSums()
     started = began = perf_counter()
     logits, signals = call.target.prefill()
     while True:
@@ -93,7 +95,9 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
         verdict = verify(draft, scores, call.rule, noise)
         judged = [b for b, done in enumerate(rows.finished) if not done]
+        starts = rows.lengths
         rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores, rows))
+        divergence.add(verdict, starts, rows.lengths)
         verify_time = perf_counter() - began
         for b in judged:
             stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
@@ -121,6 +125,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
     if call.completes:
         run_padding(call, rows)
     call.publisher.end()
+    divergence.write(stats.rows)
     stats.host_time = perf_counter() - started - stats.draft_time - stats.verify_time
 
 

@@ -47,6 +47,10 @@ class DrafterCandidates(CandidateGenerator):
             raise ValueError(
                 "transformers' own loop serves one row and drafters that need no hidden states of the target."
             )
+        if drafter.spec_config.lenience is not None:
+            raise ValueError(
+                f"`lenience` is {drafter.spec_config.lenience!r}; transformers' own loop is lossless, leave it at None."
+            )
         self.num_tokens = num_draft_tokens(drafter, generation_config).first
         self.max_width = generation_config.max_length
         columns = self.max_width + self.num_tokens + 1

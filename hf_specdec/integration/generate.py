@@ -27,9 +27,10 @@ from ..drafters.request import DraftRequest, Source
 from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
 from ..verification import Noise
+from ..verification.lenient_rule import GREEDY_RULES
 from .caches import check_cache, check_implementation
 from .encoder_decoder import dictionary
-from .options import call_noise, num_draft_tokens, resolve, schedule_of
+from .options import call_noise, described, num_draft_tokens, resolve, schedule_of, verification_rule
 from .own_target import why_not_served
 from .prepared import Prepared
 from .probe import check_ragged
@@ -37,7 +38,7 @@ from .target import RaggedTarget
 
 # Generation options that another way of assisted decoding owns, or that are lossy.
 _FOREIGN_OPTIONS = {
-    "assistant_ensemble_weight": "it changes the law of the text, which a drafter keeps",
+    "assistant_ensemble_weight": "give the drafter SpecConfig(lenience=hf_specdec.lenient.Ensemble(weight)) instead",
     "prompt_lookup_num_tokens": "take AutoDrafter.for_target(model, 'lookup') as the drafter instead",
     "use_mtp": "give either a drafter or use_mtp",
     "assistant_early_exit": "give either a drafter or assistant_early_exit",
@@ -104,6 +105,9 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
             f"`schedule` is {drafter.spec_config.schedule!r} and this {drafter.method!r} drafter gives no confidence "
             "to schedule by; leave it at None."
         )
+    lenient = drafter.spec_config.lenient_rule
+    if lenient is not None and not (config.do_sample or lenient.serves_greedy or lenient.is_lossless(greedy=True)):
+        raise ValueError(f"`lenience` is {lenient!r}, a rule for sampling; greedy decoding takes {GREEDY_RULES}.")
     num_draft_tokens(drafter, config)
 
 
@@ -170,9 +174,10 @@ def generate(prepared: Prepared) -> Generated:
     target = RaggedTarget(prepared, max_columns, keeps_rows=completes, returns_cache=completes or returns_dict)
     check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
     noise, seed = call_noise(config, prepared.config, input_ids)
+    rule = verification_rule(drafter, prepared.config)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
-        rule=config.rule,
+        **described(rule, greedy=noise is None),
         kernels="torch",
         cache=target.cache,
         rollback=target.rollback,
@@ -186,7 +191,7 @@ def generate(prepared: Prepared) -> Generated:
         processors=processors,
         max_positions=max_positions(model),
         stops=stops_of(prepared),
-        rule=config.rule,
+        rule=rule,
         noise=noise,
         governor=Governor(*lengths),
         schedule=schedule_of(config),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ..config import SpecConfig
 from ..drafters.base import Drafter
 from ..scheduling import Schedule
-from ..verification import Noise
+from ..verification import LenientRule, Noise
 from .compat import DEFAULT_NUM_ASSISTANT_TOKENS
 
 
@@ -26,15 +26,32 @@ def call_noise(
 
 
 def resolve(drafter: Drafter, generation_config: GenerationConfig) -> SpecConfig:
-    """The drafter's options with "auto" resolved for this call."""
+    """The drafter's options with "auto" resolved for this call, as its sessions need them: without `lenience`."""
     config = drafter.spec_config
     if not generation_config.do_sample:
-        return replace(config, rule="match", draft_sampling="greedy")
-    rule = "coupled" if config.rule == "auto" else config.rule
+        return replace(config, rule="match", draft_sampling="greedy", lenience=None)
+    rule = config.rule
+    if rule == "auto":
+        rule = "coupled" if config.lenience is None else "rejection"  # lenient rules take its drafts and its noise
     sampling = config.draft_sampling
     if sampling == "auto":
         sampling = "greedy" if rule == "match" else "sample"
-    return replace(config, rule=rule, draft_sampling=sampling)
+    return replace(config, rule=rule, draft_sampling=sampling, lenience=None)
+
+
+def verification_rule(drafter: Drafter, generation_config: GenerationConfig) -> str | LenientRule:
+    """What verifies the drafts of this call."""
+    lenient = drafter.spec_config.lenient_rule
+    if lenient is None or lenient.is_lossless(greedy=not generation_config.do_sample):
+        return resolve(drafter, generation_config).rule
+    return lenient
+
+
+def described(rule: str | LenientRule, greedy: bool) -> dict[str, Any]:
+    """What statistics say about a rule."""
+    if isinstance(rule, str):
+        return {"rule": rule}
+    return {"rule": repr(rule), "lossless": False, "bound": rule.bound(greedy)}
 
 
 def schedule_of(config: SpecConfig) -> Schedule | None:

@@ -30,7 +30,15 @@ from .compat import TOKEN_TYPES
 from .encoder_decoder import from_encoder, row_of_inputs
 from .generate import Generated, check_inputs, draft_request, output_of, stops_of
 from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
-from .options import DraftLengths, call_noise, num_draft_tokens, resolve, schedule_of
+from .options import (
+    DraftLengths,
+    call_noise,
+    described,
+    num_draft_tokens,
+    resolve,
+    schedule_of,
+    verification_rule,
+)
 from .own_probe import rollback_of
 from .own_target import OwnModel, OwnTarget, ReplayGovernor, fresh_cache
 from .prepared import Prepared
@@ -50,7 +58,9 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
     encoded = from_encoder(one_row(prepared, 0).kwargs) if prepared.model.config.is_encoder_decoder else {}
     rollback = rollback_of(prepared.model, encoded)
     noise, seed = call_noise(config, prepared.config, prepared.input_ids)
-    stats = SpecStats(rule=config.rule, kernels="torch", cache=OwnTarget.cache, rollback=rollback, seed=seed)
+    rule = verification_rule(prepared.drafter, prepared.config)
+    about = described(rule, greedy=noise is None)
+    stats = SpecStats(**about, kernels="torch", cache=OwnTarget.cache, rollback=rollback, seed=seed)
     done: list[tuple[Call, Rows]] = []
     for b in range(batch_size):
         row = one_row(prepared, b)
@@ -117,7 +127,7 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | N
         # Padding takes positions where a model counts the columns of its cache.
         max_positions=None if limit is None else limit - row.width + len(rows.texts[0]),
         stops=stops_of(row),
-        rule=config.rule,
+        rule=verification_rule(row.drafter, row.config),
         noise=noise,
         governor=ReplayGovernor(target, rows, *lengths),
         schedule=schedule_of(config),

@@ -1,6 +1,7 @@
 """Noise and rules: given a draft, its law and the target's scores, which tokens are emitted."""
 
 from .laws import Draft, OneHot, Sampled, Verdict
+from .lenient_rule import LenientRule
 from .noise import BONUS, DRAFT, RESIDUAL, TARGET, Noise, RoundNoise
 from .rules import RULES, verify
 
@@ -11,6 +12,7 @@ __all__ = [
     "RULES",
     "TARGET",
     "Draft",
+    "LenientRule",
     "Noise",
     "OneHot",
     "RoundNoise",

@@ -57,6 +57,27 @@ class Sampled:
         return None if self.ids is None else self.ids.expand(self.logits.shape)
 
 
+def law_over_vocabulary(
+    law: OneHot | Sampled, tokens: torch.Tensor, vocab_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[B, n, V] q over the target's vocabulary; any values past a row's length.
+
+    Args:
+        law: of the tokens.
+        tokens: [B, n] drafted tokens, -1 pads.
+    """
+    tokens = tokens.clamp_min(0).unsqueeze(-1)
+    zeros = torch.zeros(*tokens.shape[:-1], vocab_size, dtype=dtype, device=tokens.device)
+    if isinstance(law, OneHot):
+        return zeros.scatter(-1, tokens, 1.0)
+    q, ids = law.probs(dtype), law.target_ids()
+    if ids is not None:
+        q = zeros.scatter(-1, ids, q)
+    if law.one_hot is not None:
+        q = torch.where(law.one_hot.unsqueeze(-1), zeros.scatter(-1, tokens, 1.0), q)
+    return q
+
+
 @dataclass(frozen=True)
 class Draft:
     """Drafted tokens and how they were drawn.
@@ -112,8 +133,12 @@ class Verdict:
             and whoever reads the verdict on the host must raise.
         tokens: [B, n + 1] the emitted tokens, the accepted ones and one more; -1 pads.
         path: for a tree [B, n] the accepted nodes in order, -1 pads; None for a chain.
+        tv, kl: of a lenient rule, [B, n + 1] how far the law h of each emitted token was from the target's p: TV(h, p)
+            and KL(h || p) in nats. Entries past the emitted tokens mean nothing.
     """
 
     num_accepted: torch.Tensor
     tokens: torch.Tensor
     path: torch.Tensor | None = None
+    tv: torch.Tensor | None = None
+    kl: torch.Tensor | None = None

@@ -11,11 +11,15 @@ Nothing here synchronises with the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from .laws import Draft, OneHot, Sampled, Verdict
+from .laws import Draft, OneHot, Sampled, Verdict, law_over_vocabulary
 from .noise import BONUS, RESIDUAL, SLOT_BITS, TARGET, RoundNoise
+
+if TYPE_CHECKING:
+    from .lenient_rule import LenientRule
 
 
 def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
@@ -28,9 +32,9 @@ def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdi
     """
     if draft.parents is None:
         choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores)
-        agrees = _within(draft) & (choices[:, :-1] == draft.tokens)
+        agrees = within(draft) & (choices[:, :-1] == draft.tokens)
         num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)
-        return _verdict(num_accepted, choices, scores, greedy=noise is None)
+        return padded_verdict(num_accepted, choices, scores, greedy=noise is None)
 
     parents = draft.parents.expand_as(draft.tokens)
     depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], _depths(parents)], dim=1)
@@ -44,9 +48,9 @@ def rejection(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     Leviathan, Kalman, Matias 2023 (algorithm 1); expected acceptance sum min(p, q).
     """
     p, p_drafted, q_drafted = _probabilities(draft, scores)
-    accepted = _within(draft) & noise.accepts(p_drafted, q_drafted)
+    accepted = within(draft) & noise.accepts(p_drafted, q_drafted)
     num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
-    return _finish(draft, scores, p, num_accepted, torch.ones_like(p[:, 0, 0]), noise)
+    return _finish(draft, scores, num_accepted, torch.ones_like(p[:, 0, 0]), noise)
 
 
 def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
@@ -60,9 +64,9 @@ def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     p, p_drafted, q_drafted = _probabilities(draft, scores)
     ratios = p_drafted / q_drafted.clamp_min(torch.finfo(p.dtype).tiny)
     # A row that holds NaN ends the block before it, so that getting there is decided without it, and marked at the end.
-    lengths = (_within(draft) & ~ratios.isnan()).long().cumprod(dim=1).sum(dim=1)
+    lengths = (within(draft) & ~ratios.isnan()).long().cumprod(dim=1).sum(dim=1)
     slots = torch.arange(1, draft.num_slots + 1, device=p.device)
-    within = slots <= lengths[:, None]
+    inside = slots <= lengths[:, None]
     running = [torch.ones_like(p[:, 0, 0])]
     for i in range(draft.num_slots):
         running.append((running[-1] * ratios[:, i]).clamp_max(1.0))
@@ -74,9 +78,9 @@ def block(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
     # passes[:, i] belongs to length i; shift so that column i - 1 decides length i, with pi itself at the row's end.
     passes = torch.cat([passes[:, 1:], pi[:, -1:]], dim=1)[:, : draft.num_slots]
     passes = torch.where(slots == lengths[:, None], pi[:, 1:], passes)
-    passed = within & noise.accepts(passes, torch.ones_like(passes))
+    passed = inside & noise.accepts(passes, torch.ones_like(passes))
     num_accepted = torch.cat([torch.zeros_like(draft.lengths)[:, None], passed * slots], dim=1).amax(dim=1)
-    return _finish(draft, scores, p, num_accepted, pi.gather(1, num_accepted[:, None])[:, 0], noise)
+    return _finish(draft, scores, num_accepted, pi.gather(1, num_accepted[:, None])[:, 0], noise)
 
 
 RULES: dict[str, Callable[..., Verdict]] = {
@@ -87,41 +91,48 @@ RULES: dict[str, Callable[..., Verdict]] = {
 }
 
 
-def verify(draft: Draft, target_logits: torch.Tensor, rule: str, noise: RoundNoise | None) -> Verdict:
-    """Decide a draft by one of the lossless rules.
+def verify(draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, noise: RoundNoise | None) -> Verdict:
+    """Decide a draft by a rule.
 
     Args:
         draft: the drafted tokens and their law.
         target_logits: [B, n + 1, V] the target's scores after all processors.
-        rule: "match", "coupled", "rejection" or "block".
-        noise: the round's noise; None decodes greedily (`match` and `coupled` only).
+        rule: "match", "coupled", "rejection" or "block", which are lossless, or a lenient rule.
+        noise: the round's noise; None decodes greedily (`match`, `coupled` and some lenient rules only).
 
     Raises:
-        ValueError: the rule cannot be exact for this draft.
+        ValueError: the rule cannot do what it promises for this draft.
     """
+    if not isinstance(rule, str):
+        return rule.verify(draft, target_logits, noise)
     if rule not in RULES:
         raise ValueError(f"`rule` is {rule!r}; it must be one of {', '.join(map(repr, RULES))}.")
     if rule in ("rejection", "block"):
-        if noise is None:
-            raise ValueError(f"`rule` {rule!r} samples and needs noise; greedy decoding is `rule='match'`.")
-        if draft.parents is not None:
-            raise ValueError(f"`rule` {rule!r} verifies chains; a tree needs `rule='match'` or `rule='coupled'`.")
-        if isinstance(draft.law, Sampled) and draft.law.shared_noise:
-            raise ValueError(
-                f"`rule` {rule!r} is biased for a draft that was drawn with the target's own noise; "
-                "draw it from the draft stream, or use `rule='coupled'`."
-            )
-        if draft.num_slots > 1 << SLOT_BITS:
-            raise ValueError(
-                f"`rule` {rule!r} has noise for {1 << SLOT_BITS} drafted tokens a verification and the draft holds "
-                f"{draft.num_slots}; draft fewer."
-            )
-        # In half precision p itself would be off by up to a percent, and the emitted law with it.
-        target_logits = target_logits.to(torch.promote_types(target_logits.dtype, torch.float32))
+        target_logits = check_draws(draft, target_logits, rule, noise)
     return RULES[rule](draft, target_logits, noise)
 
 
-def _within(draft: Draft) -> torch.Tensor:
+def check_draws(draft: Draft, target_logits: torch.Tensor, rule: object, noise: RoundNoise | None) -> torch.Tensor:
+    """Refuse what a rule with accept coins cannot judge; the scores, in fp32 at least."""
+    if noise is None:
+        raise ValueError(f"`rule` {rule!r} samples and needs noise; greedy decoding is `rule='match'`.")
+    if draft.parents is not None:
+        raise ValueError(f"`rule` {rule!r} verifies chains; a tree needs `rule='match'` or `rule='coupled'`.")
+    if isinstance(draft.law, Sampled) and draft.law.shared_noise:
+        raise ValueError(
+            f"`rule` {rule!r} is biased for a draft that was drawn with the target's own noise; "
+            "draw it from the draft stream, or use `rule='coupled'`."
+        )
+    if draft.num_slots > 1 << SLOT_BITS:
+        raise ValueError(
+            f"`rule` {rule!r} has noise for {1 << SLOT_BITS} drafted tokens a verification and the draft holds "
+            f"{draft.num_slots}; draft fewer."
+        )
+    # In half precision p itself would be off by up to a percent, and the emitted law with it.
+    return target_logits.to(torch.promote_types(target_logits.dtype, torch.float32))
+
+
+def within(draft: Draft) -> torch.Tensor:
     """[B, n] True where a slot holds a drafted token."""
     return torch.arange(draft.num_slots, device=draft.tokens.device) < draft.lengths[:, None]
 
@@ -134,7 +145,7 @@ def _broken(chosen: torch.Tensor, greedy: bool) -> torch.Tensor:
     return (chosen.isnan() | chosen.isneginf()) if greedy else ~chosen.isfinite()
 
 
-def _verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:
+def padded_verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:
     """Pad the emitted tokens, and mark rows where an emitted token comes from a broken row."""
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -175,46 +186,59 @@ def _residual_mass(draft: Draft, p: torch.Tensor, pi: torch.Tensor) -> torch.Ten
 
 
 def _finish(
-    draft: Draft,
-    scores: torch.Tensor,
-    p: torch.Tensor,
-    num_accepted: torch.Tensor,
-    pi: torch.Tensor,
-    noise: RoundNoise,
+    draft: Draft, scores: torch.Tensor, num_accepted: torch.Tensor, pi: torch.Tensor, noise: RoundNoise
 ) -> Verdict:
     """Emit the accepted tokens and one more: a bonus token from p, or one from the residual max(pi p - q, 0).
 
     The residual of the one row that needs it is taken in fp64: where q is close to p, fp32 would lose the difference.
     """
-    batch_size, vocab_size = scores.shape[0], scores.shape[-1]
-    row = num_accepted[:, None, None]
-    last_scores = scores.gather(1, row.expand(-1, 1, vocab_size))
+    if draft.num_slots == 0:
+        return emit(draft, scores, num_accepted, None, noise)
+    p, q = decided_laws(draft, scores, num_accepted)
+    return emit(draft, scores, num_accepted, (pi[:, None].double() * p - q).clamp_min(0.0), noise)
+
+
+def decided_laws(draft: Draft, scores: torch.Tensor, num_accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and q [B, V] in fp64 at the first slot that was not accepted; anything where all were."""
+    p = scores.gather(1, num_accepted[:, None, None].expand(-1, 1, scores.shape[-1]))[:, 0].double().softmax(dim=-1)
+    slot = num_accepted.clamp_max(draft.num_slots - 1)[:, None]
+    law = draft.law
+    if isinstance(law, Sampled):
+        pick = slot[..., None].expand(-1, 1, law.logits.shape[-1])
+        ids = law.target_ids()
+        law = Sampled(
+            law.logits.gather(1, pick),
+            ids=None if ids is None else ids.gather(1, pick),
+            one_hot=None if law.one_hot is None else law.one_hot.gather(1, slot),
+        )
+    return p, law_over_vocabulary(law, draft.tokens.gather(1, slot), scores.shape[-1], torch.float64)[:, 0]
+
+
+def emit(
+    draft: Draft,
+    scores: torch.Tensor,
+    num_accepted: torch.Tensor,
+    residual: torch.Tensor | None,
+    noise: RoundNoise,
+) -> Verdict:
+    """The accepted tokens and one more: a bonus token from p where all were accepted, else one from the residual.
+
+    Args:
+        draft, scores, noise: of the round.
+        num_accepted: [B] accepted tokens.
+        residual: [B, V] fp64 weights; None where nothing was drafted.
+    """
+    last_scores = scores.gather(1, num_accepted[:, None, None].expand(-1, 1, scores.shape[-1]))
     all_accepted = num_accepted == draft.lengths
     weights = last_scores
-    if draft.num_slots > 0:
-        slot = num_accepted.clamp_max(draft.num_slots - 1)
-        residual = pi[:, None].double() * last_scores[:, 0].double().softmax(dim=-1)
-        token = draft.tokens.gather(1, slot[:, None]).clamp_min(0)
-        without_token = residual.scatter(1, token, 0.0)
-        if isinstance(draft.law, OneHot):
-            residual = without_token
-        else:
-            candidates = draft.law.logits.shape[-1]
-            pick = slot[:, None, None].expand(-1, 1, candidates)
-            q = draft.law.logits.gather(1, pick)[:, 0].double().softmax(dim=-1)
-            ids = draft.law.target_ids()
-            minus_q = residual - q if ids is None else residual.scatter_add(1, ids.gather(1, pick)[:, 0], -q)
-            if draft.law.one_hot is not None:
-                one_hot = draft.law.one_hot.gather(1, slot[:, None])
-                minus_q = torch.where(one_hot, without_token, minus_q)
-            residual = minus_q.clamp_min(0.0)
+    if residual is not None:
         # Where p and q agree up to rounding a rejection has (almost) no residual left: draw from p then.
         empty = residual.sum(dim=-1, keepdim=True) <= 0.0
         residual = torch.where(empty, last_scores[:, 0].double(), residual.log()).to(scores.dtype)
         weights = torch.where(all_accepted[:, None, None], last_scores, residual[:, None])
     stream = torch.where(all_accepted, BONUS, RESIDUAL)[:, None]
     emitted = noise.choose(stream, weights)  # [B, 1]
-    drafted = torch.cat([draft.tokens, draft.tokens.new_full((batch_size, 1), -1)], dim=1)
+    drafted = torch.nn.functional.pad(draft.tokens, (0, 1), value=-1)
     tokens = drafted.scatter(1, num_accepted[:, None], emitted)
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
     chosen = weights[:, 0].gather(1, emitted)
@@ -249,7 +273,7 @@ def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: to
         weights[:, step] = torch.where(going, chosen, 0.0)
         if step == num_nodes:
             break
-        child = _within(draft) & (parents == node[:, None]) & (draft.tokens == choice)
+        child = within(draft) & (parents == node[:, None]) & (draft.tokens == choice)
         going = going & child.any(dim=1)
         node = torch.where(going, torch.where(child, nodes, num_nodes).amin(dim=1), node)
         path[:, step] = torch.where(going, node, -1)
