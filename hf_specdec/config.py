@@ -51,8 +51,9 @@ class SpecConfig:
             lets no token be more than 1 / l times as probable as under the target (greedy decoding: no token is less
             than l times as probable as the best one); 1 is `rule="rejection"`. Or one of the rules of
             `hf_specdec.lenient`. None, the default, is the only setting besides their strict ends that is lossless.
-        effort, tree: served by drafters and rules that this version does not have yet; any other
-            value than the default is refused.
+        effort: passes of the drafter for a draft, with drafters that can take several (diffusion models); others refuse
+            any number but 1.
+        tree: tree drafts, which this version does not have yet; anything but None is refused.
     """
 
     num_draft_tokens: int | str = "auto"
@@ -74,8 +75,8 @@ class SpecConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
-        if self.effort != 1 or isinstance(self.effort, bool):
-            raise ValueError(f"`effort` is {self.effort!r}; no drafter of this version has more than one pass, use 1.")
+        if not isinstance(self.effort, int) or isinstance(self.effort, bool) or self.effort < 1:
+            raise ValueError(f"`effort` is {self.effort!r}; give a positive integer.")
         if self.schedule not in _SCHEDULES and not _is_threshold(self.schedule):
             raise ValueError(
                 f"`schedule` is {self.schedule!r}; give 'confidence', 'lagged', a threshold from 0 to 1, or None."

@@ -1,6 +1,7 @@
 """A drafter's folder is a pipeline's assistant in every published format of every method, without network."""
 
 import dflash_formats
+import diffusion_formats
 import dspark_formats
 import eagle3_formats
 import mtp_formats
@@ -18,6 +19,7 @@ WRITERS = {
     "peagle": (peagle_formats, peagle_formats.write_head, lambda: eagle3_formats.random_head(mask_token_id=7)),
     "dflash": (dflash_formats, dflash_formats.write_net, dflash_formats.random_net),
     "dspark": (dspark_formats, dspark_formats.write_drafter, dspark_formats.random_drafter),
+    "diffusion": (diffusion_formats, diffusion_formats.write_random, lambda: 1),
 }
 CASES = [(method, format) for method, (module, *_) in WRITERS.items() for format in module.FORMATS]
 CASES.append(("mtp", "standalone"))

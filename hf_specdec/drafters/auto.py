@@ -25,6 +25,7 @@ _METHOD_MODULES = (
     "dspark",
     "gemma4",
     "mtp",
+    "diffusion",
 )  # one line per method; each registers itself when imported
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
 _TELLING_FIELDS = (
@@ -156,7 +157,8 @@ class AutoDrafter:
             dtype, device: of the drafter's weights; the target's by default.
             overrides: `spec_config=SpecConfig(...)`, single fields of it, and options of the method (`aux_layers`,
                 `own_embedding` and `norm_output` of EAGLE-3, the first two of DFlash, these and
-                `first_slot` of DSpark, `draft_position` of Gemma 4 assistants).
+                `first_slot` of DSpark, `draft_position` of Gemma 4 assistants, those of DiffusionDrafter and its
+                loader).
 
         Raises:
             ValueError: the format is unknown (the sentence lists what was found), or does not fit the target.

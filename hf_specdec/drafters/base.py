@@ -50,6 +50,7 @@ class Drafter(nn.Module, ABC):
         method: the drafter's name in the registry.
         default_num_draft_tokens: draft length when the options leave it open.
         max_num_draft_tokens: the longest draft that it can make, None where there is no limit.
+        takes_effort: whether it drafts in as many passes as `SpecConfig.effort` says, and not always in one.
         option_names: options of the method beside those of SpecConfig, as its constructor or loader takes them.
         spec_config: the options; may be replaced by another SpecConfig.
         config: the target's vocabulary size and special tokens, which pipelines compare with the target's.
@@ -60,6 +61,7 @@ class Drafter(nn.Module, ABC):
     method: str
     default_num_draft_tokens = 5
     max_num_draft_tokens: int | None = None
+    takes_effort = False
     option_names: tuple[str, ...] = ()
 
     def __init__(self, spec_config: SpecConfig | None = None, **options: Any) -> None:
@@ -79,7 +81,16 @@ class Drafter(nn.Module, ABC):
     def spec_config(self, value: SpecConfig) -> None:
         if not isinstance(value, SpecConfig):
             raise ValueError(f"`spec_config` is a {type(value).__name__}; give a SpecConfig.")
+        self._check_effort(value)
         self._spec_config = value
+
+    @classmethod
+    def _check_effort(cls, config: SpecConfig) -> None:
+        if config.effort != 1 and not cls.takes_effort:
+            raise ValueError(
+                f"`effort` is {config.effort} and a {cls.method!r} drafter cannot spend more passes on a draft; only "
+                "diffusion drafters can, leave it at 1."
+            )
 
     @classmethod
     def check_options(cls, spec_config: SpecConfig | None = None, **options: Any) -> SpecConfig:
@@ -95,7 +106,9 @@ class Drafter(nn.Module, ABC):
         if spec_config is not None and not isinstance(spec_config, SpecConfig):
             raise ValueError(f"`spec_config` is a {type(spec_config).__name__}; give a SpecConfig.")
         check_names(options, [*cls.option_names, "spec_config", *(field.name for field in fields(SpecConfig))])
-        return (spec_config or SpecConfig()).with_options(**options)
+        config = (spec_config or SpecConfig()).with_options(**options)
+        cls._check_effort(config)
+        return config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A drafter is no model to call."""

@@ -43,10 +43,9 @@ def draw_chain(request: DraftRequest, budget: Sequence[int], verification: int, 
         if draws and noise is not None:
             # A coupled draft reads the very noise that the target will read at this position.
             tokens.append(noise.choose(TARGET if shared else DRAFT, scores, slot))
-            # Processors may leave none of the drafter's tokens; the token is then no draw, and will not pass.
-            empty = scores.amax(dim=-1).isneginf()
-            law_logits.append(scores.masked_fill(empty[..., None], 0.0))
-            one_hot.append(empty)
+            drawn_from, no_draw = drawn_law(scores)
+            law_logits.append(drawn_from)
+            one_hot.append(no_draw)
         else:
             tokens.append(scores.argmax(dim=-1))
     drafted = torch.cat(tokens, dim=1)
@@ -55,3 +54,10 @@ def draw_chain(request: DraftRequest, budget: Sequence[int], verification: int, 
         return Draft(drafted, lengths, OneHot())
     law = Sampled(torch.cat(law_logits, dim=1), one_hot=torch.cat(one_hot, dim=1), shared_noise=shared)
     return Draft(drafted, lengths, law)
+
+
+def drawn_law(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [B, n, V], one_hot [B, n]) of the law of tokens drawn from `scores`. Processors may leave none of the
+    drafter's tokens; the token is then no draw, and will not pass."""
+    empty = scores.amax(dim=-1).isneginf()
+    return scores.masked_fill(empty[..., None], 0.0), empty

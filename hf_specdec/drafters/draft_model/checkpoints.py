@@ -6,8 +6,6 @@ with random weights in the places that are missing, so every tensor has to be ac
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..auto import DrafterFormat, Repository
 from ..base import UnfitDraftModel
+from ..common.tokenizers import differing_tokens, is_masked_qwen2
 from .drafter import DraftModelDrafter
 
 # Tensors of EAGLE, MTP, DFlash and DSpark heads and of Gemma 4 assistants; no whole language model has them at its top.
@@ -64,7 +63,7 @@ def detect(repository: Repository) -> DrafterFormat | None:
     kind = _kind(architectures)
     if architectures is None or kind is None:
         return None
-    if any(field in repository.config for field in _HEAD_FIELDS):
+    if any(field in repository.config for field in _HEAD_FIELDS) or is_masked_qwen2(repository):
         return None
     if repository.tensors is not None:
         if any(name.startswith(_HEAD_TENSORS) for name in repository.tensors):
@@ -87,7 +86,12 @@ def load(
         UnfitDraftModel: the tokenizers differ, or the model cannot draft.
         ValueError: tensors are missing, surplus or of another shape.
     """
-    check_same_tokenizer(repository.path, target)
+    differing = differing_tokens(repository.path, target)
+    if differing:
+        raise UnfitDraftModel(
+            f"the draft model in {repository.path} has another tokenizer than the target: {len(differing)} tokens "
+            f"differ (for example {differing[0]!r}). Take a draft model of the target's own family."
+        )
     DraftModelDrafter.check_options(**overrides)
     try:
         kind = _kind(repository.config.get("architectures"))
@@ -117,39 +121,3 @@ def load(
 def _described(key: str | tuple) -> str:
     """A tensor's name, with its shapes where they are the problem."""
     return key if isinstance(key, str) else f"{key[0]} {list(key[1])} (the model's is {list(key[2])})"
-
-
-def check_same_tokenizer(drafter_folder: Path, target: PreTrainedModel) -> None:
-    """Refuse a draft model whose tokenizer is another one, where both tokenizers are at hand."""
-    ours, theirs = _vocabulary(drafter_folder), _vocabulary(_target_folder(target))
-    if ours is None or theirs is None or ours == theirs:
-        return
-    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    raise UnfitDraftModel(
-        f"the draft model in {drafter_folder} has another tokenizer than the target: {len(differing)} tokens differ "
-        f"(for example {differing[0]!r}). Take a draft model of the target's own family."
-    )
-
-
-def _vocabulary(folder: Path | None) -> dict[str, int] | None:
-    """token -> id of a tokenizer.json, added tokens included; None where there is none."""
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        return None
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = content.get("model", {}).get("vocab")
-    if not isinstance(vocabulary, dict):
-        return None
-    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", [])}}
-
-
-def _target_folder(target: PreTrainedModel) -> Path | None:
-    """Where the target was loaded from, as far as it is on this machine."""
-    name = target.name_or_path
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "tokenizer.json") if name.count("/") <= 1 else None
-    return Path(cached).parent if isinstance(cached, str) else None
