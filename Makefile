@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.9.0 # where torch has not brought one: the version of tests/kernel_golden
 PYTEST_ARGS ?= -n 2
 THREADS ?= 1 # torch threads of each test worker
 
@@ -20,10 +21,13 @@ help: ## list the targets
 
 env: $(STAMP) ## make the environment: torch if there is none, then this checkout (editable) with all test tools
 
-# torch comes first and by itself: which build is right for a machine is its owner's choice, not the resolver's.
+# torch comes first and by itself: which build is right for a machine is its owner's choice, not the resolver's. So is
+# Triton, which GPU builds of torch bring; ROCm's has another name, and one of PyPI would overwrite it.
 $(STAMP): pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -c "import triton" 2>/dev/null || test "$$(uname)" != Linux || \
+		$(BIN)/python -m pip install $(TRITON)
 	$(BIN)/python -m pip install -e ".[dev]"
 	@touch $@
 

@@ -16,7 +16,7 @@ _CHOICES = {
     "rule": ("auto", "match", "coupled", "rejection", "block"),
     "draft_sampling": ("auto", "greedy", "sample"),
     "governor": ("auto", "off"),
-    "kernels": ("auto", "torch"),
+    "kernels": ("auto", "triton", "torch"),
 }
 _SCHEDULES = (None, "confidence", "lagged")
 _NOT_YET = {
@@ -39,7 +39,9 @@ class SpecConfig:
         governor: with `num_draft_tokens="auto"`, "auto" fits the length to what drafts gain and cost, down to none
             where they do not pay; "off" keeps the drafter's length. Costs are measured, so lengths differ between runs;
             below fp32, where a length can change a rounding, "off" makes runs repeatable.
-        kernels: what verifies; "torch", the reference, is all that this version has, so "auto" means it too.
+        kernels: what verifies: "torch", or "triton", kernels for GPUs (the extra `kernels`). "auto" takes these where
+            the target is on a GPU, the rule has kernels ("match" and "coupled") and Triton is installed, and torch
+            elsewhere; "triton" refuses instead. `SpecStats.kernels` says what ran.
         seed: an integer of 64 bits, or one per row; None draws one from torch's generator. A fixed seed gives the same
             text at every call.
         schedule: which of the drafted tokens are verified, with drafters that give a confidence for each. "confidence"

@@ -1,4 +1,7 @@
-"""One torch thread per test process: tiny models gain nothing from more, and workers would fight over the cores."""
+"""One torch thread per test process: tiny models gain nothing from more, and workers would fight over the cores.
+
+Where there is no GPU, Triton's kernels are interpreted. That is decided when they are imported, hence here.
+"""
 
 import os
 
@@ -6,3 +9,5 @@ import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -58,14 +58,29 @@ def environment(request, source, wheel, tmp_path_factory) -> Path:
 def test_the_wheel_carries_the_package_and_one_file_for_optimum(source, wheel):
     packaged = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(source).as_posix() for path in (source / "hf_specdec").rglob("*.py")}
-    data = {"hf_specdec/py.typed", "hf_specdec/training/openings.txt"}
+    tables = {path.relative_to(source).as_posix() for path in (source / "hf_specdec/_kernels").rglob("*.json")}
+    data = {"hf_specdec/py.typed", "hf_specdec/training/openings.txt"} | tables
     assert packaged == modules | data | {"optimum/commands/register/register_specdec.py"}
+    assert "hf_specdec/_kernels/_row_sample.py" in packaged
 
 
 def test_the_package_is_imported_from_the_installation(environment, source, tmp_path):
     printed = run(environment / "python", "-c", "import hf_specdec; print(hf_specdec.__file__)", cwd=tmp_path)
     location = Path(printed.splitlines()[-1])
     assert location.is_relative_to(environment.parent) or location.is_relative_to(source)
+
+
+def test_the_kernels_run_from_the_installation(environment, tmp_path):
+    pytest.importorskip("triton")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, hf_specdec._kernels as kernels\n"
+        "found = kernels.row_sample(torch.tensor([[[0.0, 3.0, 1.0]]]), 'greedy')\n"
+        "print(kernels.__file__, int(found.token))\n"
+    )
+    location, token = run(environment / "python", program, cwd=tmp_path).split()[-2:]
+    assert token == "1"
+    assert "site-packages" in location or environment.name == "bin"
 
 
 def test_both_command_lines_say_the_same(environment, tmp_path):

@@ -92,6 +92,7 @@ def run(acceptance: float, governor: type[Governor] = ReplayGovernor) -> tuple[R
         stops=Stops(PROMPT + NEW_TOKENS, ()),
         max_positions=None,
         rule="match",
+        kernels="torch",
         noise=None,
         governor=governor(**arguments),
         schedule=None,

@@ -47,8 +47,14 @@ def _device() -> str:
 def _verification() -> str:
     import torch
 
-    reason = "this version brings no GPU kernels" if torch.cuda.is_available() else "no GPU found"
-    return f"torch reference: {reason}"
+    from ..verification import implementation
+
+    if not torch.cuda.is_available():
+        return "torch: no GPU found"
+    try:
+        return implementation("triton", "match", torch.device("cuda"))
+    except ValueError as error:
+        return f"torch: {error}"
 
 
 def _dispatcher() -> str:

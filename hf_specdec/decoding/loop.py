@@ -53,6 +53,7 @@ class Call:
         processors, stops: what shapes the scores and what ends the rows.
         max_positions: positions that the target has embeddings for, None where there is no limit.
         rule: the verification rule; the text is the target's under all but the lenient ones.
+        kernels: what verifies, "torch" or "triton".
         noise: the call's noise; None decodes greedily.
         governor: draft lengths.
         schedule: cuts drafts before they are verified, None where they are verified as they are.
@@ -67,6 +68,7 @@ class Call:
     stops: Stops
     max_positions: int | None
     rule: str | LenientRule
+    kernels: str
     noise: Noise | None
     governor: Governor
     schedule: Schedule | None
@@ -93,7 +95,7 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
             rows.place_draft(draft.tokens)
         scores = call.processors(logits, rows.processor_widths(), rows.ids)
         noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
-        verdict = verify(draft, scores, call.rule, noise)
+        verdict = verify(draft, scores, call.rule, noise, call.kernels)
         judged = [b for b, done in enumerate(rows.finished) if not done]
         starts = rows.lengths
         rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores, rows))

@@ -26,7 +26,7 @@ from ..drafters.base import Drafter
 from ..drafters.request import DraftRequest, Source
 from ..metrics import RowStats, SpecStats
 from ..scheduling import Governor
-from ..verification import Noise
+from ..verification import Noise, implementation
 from ..verification.lenient_rule import GREEDY_RULES
 from .caches import check_cache, check_implementation
 from .encoder_decoder import dictionary
@@ -155,6 +155,8 @@ def generate(prepared: Prepared) -> Generated:
     model, drafter, input_ids, earlier = prepared.model, prepared.drafter, prepared.input_ids, prepared.earlier
     batch_size, returned = prepared.batch_size, prepared.returned
     config = resolve(drafter, prepared.config)
+    rule = verification_rule(drafter, prepared.config)
+    kernels = implementation(config.kernels, rule, input_ids.device)
     lengths = num_draft_tokens(drafter, prepared.config)
     max_columns = max(prepared.max_width, prepared.width + 1) + lengths.longest + 1
     processors = BlockProcessors(prepared.processors)
@@ -174,11 +176,10 @@ def generate(prepared: Prepared) -> Generated:
     target = RaggedTarget(prepared, max_columns, keeps_rows=completes, returns_cache=completes or returns_dict)
     check_ragged(model)  # the first forward passes, so it comes after every refusal that needs none
     noise, seed = call_noise(config, prepared.config, input_ids)
-    rule = verification_rule(drafter, prepared.config)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
         **described(rule, greedy=noise is None),
-        kernels="torch",
+        kernels=kernels,
         cache=target.cache,
         rollback=target.rollback,
         seed=seed,
@@ -192,6 +193,7 @@ def generate(prepared: Prepared) -> Generated:
         max_positions=max_positions(model),
         stops=stops_of(prepared),
         rule=rule,
+        kernels=kernels,
         noise=noise,
         governor=Governor(*lengths),
         schedule=schedule_of(config),

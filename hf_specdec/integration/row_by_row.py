@@ -24,7 +24,7 @@ from ..decoding.ragged_model import max_positions, most_tokens_at_once
 from ..decoding.rollback import unknown_layers
 from ..decoding.rows import Rows
 from ..metrics import RowStats, SpecStats
-from ..verification import Noise
+from ..verification import Noise, implementation
 from .caches import with_growing_cache
 from .compat import TOKEN_TYPES
 from .encoder_decoder import from_encoder, row_of_inputs
@@ -54,19 +54,20 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
     asked_for, prepared = prepared, with_growing_cache(prepared)
     batch_size = prepared.batch_size
     config = resolve(prepared.drafter, prepared.config)
+    rule = verification_rule(prepared.drafter, prepared.config)
+    kernels = implementation(config.kernels, rule, prepared.input_ids.device)
     # The first forward passes of the text come after every refusal that needs none.
     encoded = from_encoder(one_row(prepared, 0).kwargs) if prepared.model.config.is_encoder_decoder else {}
     rollback = rollback_of(prepared.model, encoded)
     noise, seed = call_noise(config, prepared.config, prepared.input_ids)
-    rule = verification_rule(prepared.drafter, prepared.config)
     about = described(rule, greedy=noise is None)
-    stats = SpecStats(**about, kernels="torch", cache=OwnTarget.cache, rollback=rollback, seed=seed)
+    stats = SpecStats(**about, kernels=kernels, cache=OwnTarget.cache, rollback=rollback, seed=seed)
     done: list[tuple[Call, Rows]] = []
     for b in range(batch_size):
         row = one_row(prepared, b)
         own = OwnModel(row.model, row.input_ids, row.config, dict(row.kwargs), rollback)
         target = OwnTarget(own, row.drafter.signals, row.returned)
-        call, rows = _call(row, target, config, None if noise is None else Noise(noise.keys[b : b + 1]))
+        call, rows = _call(row, target, config, kernels, None if noise is None else Noise(noise.keys[b : b + 1]))
         row_stats = SpecStats(rows=[RowStats()])
         try:
             speculate(call, rows, row_stats)
@@ -107,7 +108,7 @@ def _run_padding(call: Call, rows: Rows, end: int) -> None:
     call.recorder.record_padding(raw_logits, scores, call.target.states, first, rows)
 
 
-def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | None) -> tuple[Call, Rows]:
+def _call(row: Prepared, target: OwnTarget, config: SpecConfig, kernels: str, noise: Noise | None) -> tuple[Call, Rows]:
     """The loop's call for a row, and the row."""
     rows = Rows(row.input_ids, row.attention_mask, row.pad_token_id)
     lengths = num_draft_tokens(row.drafter, row.config)
@@ -128,6 +129,7 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, noise: Noise | N
         max_positions=None if limit is None else limit - row.width + len(rows.texts[0]),
         stops=stops_of(row),
         rule=verification_rule(row.drafter, row.config),
+        kernels=kernels,
         noise=noise,
         governor=ReplayGovernor(target, rows, *lengths),
         schedule=schedule_of(config),

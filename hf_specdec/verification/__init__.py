@@ -1,5 +1,6 @@
 """Noise and rules: given a draft, its law and the target's scores, which tokens are emitted."""
 
+from .kernels import implementation
 from .laws import Draft, OneHot, Sampled, Verdict
 from .lenient_rule import LenientRule
 from .noise import BONUS, DRAFT, RESIDUAL, TARGET, Noise, RoundNoise
@@ -18,5 +19,6 @@ __all__ = [
     "RoundNoise",
     "Sampled",
     "Verdict",
+    "implementation",
     "verify",
 ]

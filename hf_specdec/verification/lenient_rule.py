@@ -93,7 +93,9 @@ class LenientRule(ABC):
         accepted = within(draft) & (~other | self.tolerated(p).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
         num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
         is_drafted = pad(torch.arange(draft.num_slots, device=tokens.device) < num_accepted[:, None], (0, 1))
-        verdict = padded_verdict(num_accepted, torch.where(is_drafted, pad(tokens, (0, 1)), best), scores, greedy=True)
+        emitted = torch.where(is_drafted, pad(tokens, (0, 1)), best)
+        weights = scores.gather(-1, emitted.unsqueeze(-1)).squeeze(-1)
+        verdict = padded_verdict(num_accepted, emitted, weights, greedy=True)
         other = other & is_drafted[:, :-1]
         best_score, score = (scores.gather(-1, t.unsqueeze(-1)).squeeze(-1) for t in (best, pad(tokens, (0, 1))))
         lost = torch.where(other, (best_score - score)[:, :-1], 0.0)

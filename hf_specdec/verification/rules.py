@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import kernels as _kernels
 from .laws import Draft, OneHot, Sampled, Verdict, law_over_vocabulary
 from .noise import BONUS, RESIDUAL, SLOT_BITS, TARGET, RoundNoise
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .lenient_rule import LenientRule
 
 
-def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
+def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None, kernels: str = "torch") -> Verdict:
     """The target chooses a token at every row; the walk goes on while the draft agrees with it.
 
     With `noise` None the choice is the argmax (greedy decoding). Otherwise it is a draw from p with the target's own
@@ -31,15 +32,15 @@ def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdi
     differs is distributed as the residual. It is also the verification of `coupled`.
     """
     if draft.parents is None:
-        choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores)
+        choices, weights = _choices(scores, noise, None, kernels)
         agrees = within(draft) & (choices[:, :-1] == draft.tokens)
         num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)
-        return padded_verdict(num_accepted, choices, scores, greedy=noise is None)
+        return padded_verdict(num_accepted, choices, weights, greedy=noise is None)
 
     parents = draft.parents.expand_as(draft.tokens)
     depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], _depths(parents)], dim=1)
-    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, depths)
-    return _walk(draft, parents, choices, scores, greedy=noise is None)
+    choices, weights = _choices(scores, noise, depths, kernels)
+    return _walk(draft, parents, choices, weights, greedy=noise is None)
 
 
 def rejection(draft: Draft, scores: torch.Tensor, noise: RoundNoise) -> Verdict:
@@ -91,7 +92,9 @@ RULES: dict[str, Callable[..., Verdict]] = {
 }
 
 
-def verify(draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, noise: RoundNoise | None) -> Verdict:
+def verify(
+    draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, noise: RoundNoise | None, kernels: str = "torch"
+) -> Verdict:
     """Decide a draft by a rule.
 
     Args:
@@ -99,6 +102,7 @@ def verify(draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, n
         target_logits: [B, n + 1, V] the target's scores after all processors.
         rule: "match", "coupled", "rejection" or "block", which are lossless, or a lenient rule.
         noise: the round's noise; None decodes greedily (`match`, `coupled` and some lenient rules only).
+        kernels: "torch", or "triton" where `implementation` says so.
 
     Raises:
         ValueError: the rule cannot do what it promises for this draft.
@@ -109,6 +113,8 @@ def verify(draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, n
         raise ValueError(f"`rule` is {rule!r}; it must be one of {', '.join(map(repr, RULES))}.")
     if rule in ("rejection", "block"):
         target_logits = check_draws(draft, target_logits, rule, noise)
+    if kernels == "triton":
+        return RULES[rule](draft, target_logits, noise, kernels)
     return RULES[rule](draft, target_logits, noise)
 
 
@@ -132,6 +138,16 @@ def check_draws(draft: Draft, target_logits: torch.Tensor, rule: object, noise: 
     return target_logits.to(torch.promote_types(target_logits.dtype, torch.float32))
 
 
+def _choices(
+    scores: torch.Tensor, noise: RoundNoise | None, slots: torch.Tensor | None, kernels: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, m] the target's choice at every row of `scores` [B, m, V], and its weight."""
+    if kernels == "triton":
+        return _kernels.choose(scores, noise, slots)
+    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, 0 if slots is None else slots)
+    return choices, scores.gather(-1, choices.unsqueeze(-1)).squeeze(-1)
+
+
 def within(draft: Draft) -> torch.Tensor:
     """[B, n] True where a slot holds a drafted token."""
     return torch.arange(draft.num_slots, device=draft.tokens.device) < draft.lengths[:, None]
@@ -146,10 +162,9 @@ def _broken(chosen: torch.Tensor, greedy: bool) -> torch.Tensor:
 
 
 def padded_verdict(num_accepted: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:
-    """Pad the emitted tokens, and mark rows where an emitted token comes from a broken row."""
+    """Pad the emitted tokens, and mark rows where an emitted token, by its weight, comes from a broken row."""
     kept = torch.arange(tokens.shape[1], device=tokens.device) <= num_accepted[:, None]
-    chosen = weights.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    broken = (kept & _broken(chosen, greedy)).any(dim=1)
+    broken = (kept & _broken(weights, greedy)).any(dim=1)
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
 
 
@@ -255,8 +270,8 @@ def _depths(parents: torch.Tensor) -> torch.Tensor:
     return depths
 
 
-def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: torch.Tensor, greedy: bool) -> Verdict:
-    """Follow the target's choices down the tree."""
+def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:
+    """Follow the target's choices, [B, n + 1] with their weights, down the tree."""
     batch_size, num_nodes = draft.tokens.shape
     nodes = torch.arange(num_nodes, device=draft.tokens.device)
     node = draft.lengths.new_full((batch_size,), -1)
@@ -264,13 +279,12 @@ def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: to
     num_accepted = torch.zeros_like(node)
     path = draft.tokens.new_full((batch_size, num_nodes), -1)
     tokens = draft.tokens.new_full((batch_size, num_nodes + 1), -1)
-    weights = scores.new_zeros(batch_size, num_nodes + 1)
+    broken = torch.zeros_like(going)
     for step in range(num_nodes + 1):
         row = (node + 1)[:, None]
         choice = choices.gather(1, row)
         tokens[:, step] = torch.where(going, choice[:, 0], -1)
-        chosen = scores.gather(1, row.unsqueeze(-1).expand(-1, 1, scores.shape[-1]))[:, 0].gather(1, choice)[:, 0]
-        weights[:, step] = torch.where(going, chosen, 0.0)
+        broken |= going & _broken(weights.gather(1, row)[:, 0], greedy)
         if step == num_nodes:
             break
         child = within(draft) & (parents == node[:, None]) & (draft.tokens == choice)
@@ -278,7 +292,6 @@ def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, scores: to
         node = torch.where(going, torch.where(child, nodes, num_nodes).amin(dim=1), node)
         path[:, step] = torch.where(going, node, -1)
         num_accepted += going.long()
-    broken = _broken(weights, greedy).any(dim=1)
     return Verdict(
         num_accepted.masked_fill(broken, -1),
         tokens.masked_fill(broken[:, None], -1),

@@ -1,0 +1,55 @@
+"""What every launcher refuses: shapes, dtypes and values that a kernel would read wrongly."""
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_rows(
+    logits: torch.Tensor,
+    inv_temperature: float,
+    keys: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    stream: int,
+    drawn: bool,
+) -> None:
+    """Refuse rows of logits, or their noise, that no kernel serves."""
+    if logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError(f"`logits` has shape {tuple(logits.shape)}; give [B, m, V] with at least one token.")
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"`logits` is {logits.dtype}; give float32, bfloat16 or float16.")
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        raise ValueError(f"`logits` has stride {logits.stride(-1)} along the vocabulary; give contiguous rows.")
+    if logits.shape[-1] > 1 << 27:
+        raise ValueError(f"`logits` has {logits.shape[-1]} tokens; noise is keyed by token ids below 2^27.")
+    if not 0.0 < inv_temperature < float("inf"):
+        raise ValueError(f"`inv_temperature` is {inv_temperature!r}; give a positive number.")
+    if not 0 <= stream < 64:
+        raise ValueError(f"`stream` is {stream!r}; streams are numbered 0 to 63.")
+    if not drawn:
+        return
+    batch_size, m = logits.shape[:2]
+    check_int32("keys", keys, (batch_size, 2), logits.device)
+    check_int32("counters", counters, (batch_size,), logits.device)
+    if slots is not None:
+        check_int32("slots", slots, (batch_size, m), logits.device)
+
+
+def check_filters(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+    """Refuse filters that keep nothing or are none."""
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"`top_k` is {top_k!r}; give an integer from 1, or None.")
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None and not 0.0 <= value <= 1.0:
+            raise ValueError(f"`{name}` is {value!r}; give a number from 0 to 1, or None.")
+
+
+def check_int32(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse anything but a contiguous int32 tensor of this shape on this device."""
+    if tensor is None:
+        raise ValueError(f"`{name}` is None; a draw needs int32 {list(shape)}.")
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.int32:
+        raise ValueError(f"`{name}` is {tensor.dtype} {list(tensor.shape)}; give int32 {list(shape)}.")
+    if not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(f"`{name}` must be contiguous and on {device}; it is on {tensor.device}.")

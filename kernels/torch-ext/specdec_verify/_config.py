@@ -1,0 +1,52 @@
+"""Block sizes and warps: a table for each device's name where somebody measured, a rule elsewhere."""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+FOLDER = Path(__file__).parent / "configs"
+
+
+class Config(NamedTuple):
+    """Elements that a program reads at once (a power of two) and its warps."""
+
+    block: int
+    num_warps: int
+
+
+def choose(op: str, rows: int, vocab_size: int, device: torch.device) -> Config:
+    """The config of `op` for this many rows: the table's entry with the next larger row count, or the rule's.
+
+    The rule keeps 8 to 16 elements a lane, and small blocks where few rows would leave the device idle.
+    """
+    if device.type == "cuda":
+        for entry in _table(_device_name(device.index or 0)).get(op, ()):
+            if rows <= entry["rows"] and vocab_size <= entry["vocab_size"]:
+                return Config(entry["block"], entry["num_warps"])
+    return Config(2048, 4) if rows <= 64 else Config(4096, 4)
+
+
+def launch_options(exact_denormals: bool) -> dict[str, bool]:
+    """Compiler options beside the warps.
+
+    Products may join sums in one rounding. On AMD, exact denormals cost five instructions a logarithm or exponential;
+    kernels that only add noise to logits or exponentiate differences do without.
+    """
+    if torch.version.hip is not None:
+        return {"enable_fp_fusion": True, "allow_flush_denorm": not exact_denormals}
+    return {"enable_fp_fusion": True}
+
+
+@functools.cache
+def _device_name(index: int) -> str:
+    return torch.cuda.get_device_name(index).replace(" ", "_")
+
+
+@functools.cache
+def _table(name: str) -> dict[str, list[dict[str, int]]]:
+    """Entries {rows, vocab_size, block, num_warps} of each op, rising in rows; {} for a device without a table."""
+    path = FOLDER / f"device_name={name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
