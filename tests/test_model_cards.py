@@ -11,7 +11,7 @@ from hf_specdec import AutoDrafter
 from hf_specdec.demo import Unavailable, load_small_target, mtbench_questions
 
 CARDS = sorted(path for path in (Path(__file__).parent.parent / "model_cards").iterdir() if path.is_dir())
-EAGLE3 = Path(__file__).parent.parent / "model_cards" / "smollm2-135m-instruct-eagle3"
+EAGLE3, MTP = (CARDS[0].parent / f"smollm2-135m-instruct-{name}" for name in ("eagle3", "mtp"))
 
 
 @pytest.mark.parametrize("folder", CARDS, ids=lambda path: path.name)
@@ -24,7 +24,7 @@ def test_a_repository_is_complete_and_small(folder):
     assert AutoDrafter.detect(folder).method in folder.name.replace("-", "_") + folder.name
 
 
-@pytest.mark.parametrize("folder", [path for path in CARDS if path != EAGLE3], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [path for path in CARDS if path not in (EAGLE3, MTP)], ids=lambda path: path.name)
 def test_the_block_drafters_are_in_speculators_format(folder):
     config = json.loads((folder / "config.json").read_text())
     assert config["speculators_model_type"] in folder.name
@@ -45,6 +45,16 @@ def test_the_eagle3_head_is_in_the_format_of_serving_engines():
         names, offsets, kept = set(file.keys()), file.get_tensor("d2t"), file.get_tensor("t2d")
     assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.hidden_norm.weight", "fc_norm.0.weight"} <= names
     assert torch.equal(kept.nonzero().flatten(), torch.arange(len(offsets)) + offsets)
+
+
+def test_the_mtp_layer_has_deepseeks_names_and_shares_embedding_and_head():
+    config = json.loads((MTP / "config.json").read_text())
+    assert config["mtp_family"] == "deepseek_v3" and config["num_nextn_predict_layers"] == 1
+    with safe_open(MTP / "model.safetensors", "pt") as file:
+        names = {name.removeprefix("model.layers.30.") for name in set(file.keys())}
+        assert file.get_slice("model.layers.30.eh_proj.weight").get_shape() == [576, 1152]
+    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.up_proj.weight"} <= names
+    assert not any(name.startswith(("model.", "embed_tokens.", "shared_head.head.")) for name in names)
 
 
 @pytest.fixture(scope="module")

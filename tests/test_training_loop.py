@@ -23,6 +23,7 @@ from hf_specdec.training.batches import held_out_batches, train_batches
 from hf_specdec.training.blocks import BlockTraining
 from hf_specdec.training.eagle3 import Eagle3Training, new_head
 from hf_specdec.training.loop import TrainOptions, evaluate, train
+from hf_specdec.training.mtp import MtpTraining
 from hf_specdec.training.shards import HELD_OUT, shards
 from hf_specdec.training.vocabulary import most_frequent
 
@@ -201,12 +202,14 @@ def saved_target(tmp_path_factory) -> Path:
 
 
 DATA = "--num-tokens 500 --max-length 48 --max-new-tokens 24 --num-rows 4 --num-code 0 --num-text 0 --num-synthesised 0"
-TRAINING = "--draft-vocab-size 60 --epochs 1 --batch-tokens 300"
+TRAINING = "--epochs 1 --batch-tokens 300"
 OF_METHOD = {
-    "eagle3": "--num-steps 2",
-    "dflash": "--num-drafts 3 --num-layers 1",
-    "dspark": "--num-drafts 3 --num-layers 1 --markov-rank 8 --confidence-detached",
+    "eagle3": "--draft-vocab-size 60 --num-steps 2",
+    "dflash": "--draft-vocab-size 60 --num-drafts 3 --num-layers 1",
+    "dspark": "--draft-vocab-size 60 --num-drafts 3 --num-layers 1 --markov-rank 8 --confidence-detached",
+    "mtp": "--num-frequent 60 --num-negatives 10 --num-steps 2",
 }
+MODULES = {"eagle3": Eagle3Training, "dflash": BlockTraining, "dspark": BlockTraining, "mtp": MtpTraining}
 
 
 def command(target: Path, out: Path, *extra: str, method: str = "eagle3") -> list[str]:
@@ -228,13 +231,15 @@ def test_the_command_makes_a_drafter_and_asking_again_does_nothing(saved_target,
     expected = target.generate(**prompts([9, 4]), **options)
     assert torch.equal(target.generate(**prompts([9, 4]), **options, assistant_model=drafter), expected)
     assert drafter.method == method
-    assert drafter.last_stats.num_drafted > 0 and drafter.model.config.aux_layers == (0, 1, 2)
+    assert drafter.last_stats.num_drafted > 0
+    assert method == "mtp" or drafter.model.config.aux_layers == (0, 1, 2)
     record = json.loads((out / "training.json").read_text())
-    assert record["options"]["draft_vocab_size"] == 60 and record["options"]["epochs"] == 1
-    assert 0.5 < record["draft_vocabulary_coverage"] <= 1.0 and record["held_out"][-1]["step"] >= 2
+    size, covered = ("num_frequent", "frequent") if method == "mtp" else ("draft_vocab_size", "draft_vocabulary")
+    assert record["options"][size] == 60 and record["options"]["epochs"] == 1
+    assert 0.5 < record[f"{covered}_coverage"] <= 1.0 and record["held_out"][-1]["step"] >= 2
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    monkeypatch.setattr(Eagle3Training if method == "eagle3" else BlockTraining, "forward", no_step)
+    monkeypatch.setattr(MODULES[method], "forward", no_step)
     AcceleratorState._reset_state(reset_partial_state=True)
     main(command(saved_target, out, method=method))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

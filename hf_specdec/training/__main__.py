@@ -18,6 +18,7 @@ import dataclasses
 import json
 import typing
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..drafters.eagle3.configuration import default_aux_layers
 from ..export.blocks import save_block_drafter
 from ..export.eagle3 import save_eagle3
-from . import blocks, calibrate, eagle3
-from .batches import held_out_batches
+from ..export.mtp import save_mtp
+from . import blocks, calibrate, eagle3, mtp
+from .batches import held_out_batches, train_batches
 from .block_start import start_well
 from .data import DataOptions, collect
 from .loop import TrainOptions, train
+from .mtp_start import check_attends, new_mtp_layer
 from .vocabulary import most_frequent, unused_token
 
 _METHODS = {
@@ -40,9 +43,16 @@ _METHODS = {
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash drafter",
     "dspark": "a DSpark drafter",
+    "mtp": "an MTP layer",
 }
-_OPTIONS = {"eagle3": eagle3.Eagle3Options, "dflash": blocks.BlockOptions, "dspark": blocks.DSparkOptions}
+_OPTIONS = {
+    "eagle3": eagle3.Eagle3Options,
+    "dflash": blocks.BlockOptions,
+    "dspark": blocks.DSparkOptions,
+    "mtp": mtp.MtpOptions,
+}
 _START_TOKENS, _START_TEXTS = 4096, 50  # tokens of a batch, and texts, that a start is fitted to
+_START_BATCHES = 16  # that the start of an MTP layer is fitted to
 _PATIENCE = timedelta(hours=6)  # processes wait for each other between stages, and answer at their own pace
 
 
@@ -66,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chosen.target)
     layers = _aux_layers(parser, target, chosen.aux_layers)
     eagle3.check_target(target)
+    if chosen.method == "mtp":
+        check_attends(target)
     folder = chosen.data or chosen.out / "data"
     num_layers = target.config.get_text_config().num_hidden_layers
     collect(
@@ -91,17 +103,22 @@ def _train(
 ) -> None:
     options: Any = _options(_OPTIONS[chosen.method], chosen)
     vocab_size = target.config.get_text_config().vocab_size
-    size = min(options.draft_vocab_size, vocab_size)
+    own_head = chosen.method != "mtp"
+    size = min(options.draft_vocab_size if own_head else options.num_frequent, vocab_size)
     target_ids, covered = most_frequent(folder, size, vocab_size)
-    accelerator.print(f"The {size:,} draft tokens make up {covered:.1%} of the answers.")
+    kind = "draft" if own_head else "most frequent"
+    accelerator.print(f"The {size:,} {kind} tokens make up {covered:.1%} of the answers.")
     if getattr(options, "mask_token_id", 0) is None:
         options = dataclasses.replace(options, mask_token_id=unused_token(folder, tokenizer, vocab_size))
     torch.manual_seed(chosen.seed)
-    module: eagle3.Eagle3Training | blocks.BlockTraining
+    module: eagle3.Eagle3Training | blocks.BlockTraining | mtp.MtpTraining
     embedding: Any = target.get_input_embeddings().weight.detach()
     if isinstance(options, eagle3.Eagle3Options):
         head = eagle3.new_head(target, layers, target_ids, options.intermediate_size)
         module = eagle3.Eagle3Training(head, target, target_ids, options.num_steps, options.decay)
+    elif isinstance(options, mtp.MtpOptions):
+        few = islice(train_batches(folder, _START_TOKENS, chosen.seed, 0), _START_BATCHES)
+        module = mtp.MtpTraining(new_mtp_layer(target, few), target, target_ids, options)
     else:
         model = blocks.new_block_drafter(target, layers, size, options)
         some = held_out_batches(folder, _START_TOKENS, _START_TEXTS)
@@ -114,11 +131,13 @@ def _train(
     drafted = target_ids if size < vocab_size else None
     if isinstance(module, eagle3.Eagle3Training):
         save_eagle3(chosen.out, module.model, drafted)
+    elif isinstance(module, mtp.MtpTraining):
+        save_mtp(chosen.out, module.model)
     else:
         save_block_drafter(chosen.out, module.model, module.lm_head, drafted, _public_name(chosen.target))
     record = {
         "options": {**dataclasses.asdict(options), **dataclasses.asdict(training)},
-        "draft_vocabulary_coverage": covered,
+        f"{'draft_vocabulary' if own_head else 'frequent'}_coverage": covered,
         "held_out": history,
     }
     (chosen.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

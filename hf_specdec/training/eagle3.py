@@ -76,7 +76,7 @@ class Eagle3Training(nn.Module):
         columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
         attention = UnrolledAttention(self.model.config)
         for depth in range(self.num_steps):
-            tokens = _shifted(batch.ids, depth + 1)
+            tokens = shifted(batch.ids, depth + 1)
             embedded = F.embedding(tokens, self.embedding).to(features.dtype)
             output = self.model(embedded, features, (columns + depth).expand_as(tokens), attention)
             yield output
@@ -86,10 +86,8 @@ class Eagle3Training(nn.Module):
     def forward(self, batch: Batch) -> Scores:
         """Loss and hits of a batch; drafts start at every token of the answers."""
         columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-        # Tokens after which the target was asked; a draft's first token is the answer's second.
-        first = batch.prompt_lengths[:, None].clamp_min(self.num_steps)
-        asked = (columns >= first) & (columns < batch.lengths[:, None] - 1)
-        answers = self.draft_ids[_shifted(batch.ids, 1)]  # [B, L] what follows each token
+        asked, first = asked_tokens(batch, self.num_steps)
+        answers = self.draft_ids[shifted(batch.ids, 1)]  # [B, L] what follows each token
         taught = (asked & (answers >= 0)).flatten().nonzero().flatten()  # [N] of B x L
         answers = answers.flatten()[taught]
         final = batch.states[:, :, -1].flatten(0, 1)[taught]
@@ -204,7 +202,15 @@ def new_head(
     return model
 
 
-def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
+def asked_tokens(batch: Batch, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([B, L] tokens after which the target was asked, [B, 1] the first of them); a draft starts with the second token
+    of an answer, and `num_steps` tokens are before each."""
+    columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    first = batch.prompt_lengths[:, None].clamp_min(num_steps)
+    return (columns >= first) & (columns < batch.lengths[:, None] - 1), first
+
+
+def shifted(values: torch.Tensor, count: int) -> torch.Tensor:
     """[B, L, ...] row i holds row i + count; what lies beyond the end repeats the last."""
     width = values.shape[1]
     return values[:, torch.arange(count, width + count, device=values.device).clamp_max(width - 1)]
