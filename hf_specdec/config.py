@@ -40,8 +40,8 @@ class SpecConfig:
             where they do not pay; "off" keeps the drafter's length. Costs are measured, so lengths differ between runs;
             below fp32, where a length can change a rounding, "off" makes runs repeatable.
         kernels: what verifies: "torch", or "triton", kernels for GPUs (the extra `kernels`). "auto" takes these where
-            the target is on a GPU, the rule has kernels ("match" and "coupled") and Triton is installed, and torch
-            elsewhere; "triton" refuses instead. `SpecStats.kernels` says what ran.
+            the target is on a GPU, the rule is lossless and Triton is installed, and torch elsewhere; "triton" refuses
+            instead. `SpecStats.kernels` says what ran.
         seed: an integer of 64 bits, or one per row; None draws one from torch's generator. A fixed seed gives the same
             text at every call.
         schedule: which of the drafted tokens are verified, with drafters that give a confidence for each. "confidence"

@@ -97,3 +97,114 @@ ENTRIES = [
     _processed_rows("top_p", TOP_P=True),
     _processed_rows("top_k top_p min_p", TOP_K=True, TOP_P=True, MIN_P=True),
 ]
+
+
+def _walk_rows(name: str, tree: bool, drawn: bool) -> Entry:
+    arguments = {
+        "partials_ptr": "*fp32/16",
+        "draft_ptr": "*i64",
+        "lengths_ptr": "*i64/16",
+        "parents_ptr": "*i64/16" if tree else None,
+        "accepted_ptr": "*i64/16",
+        "tokens_ptr": "*i64/16",
+        "path_ptr": "*i64/16" if tree else None,
+        "n": "i32",
+        "draft_stride": "i64",
+        "parents_stride": "i64",
+        "num_blocks": "i32",
+        "DRAWN": drawn,
+        "TREE": tree,
+        "ROWS": 64 if tree else 16,
+        "CHUNK": 16 if tree else 64,
+    }
+    return Entry(f"walk_rows {name}", "_walk", "walk_rows", arguments, 4, exact_denormals=not drawn)
+
+
+ENTRIES += [_walk_rows("chain greedy", False, False), _walk_rows("tree gumbel", True, True)]
+
+
+MODES = {"one-hot": 0, "full": 1, "reduced": 2, "candidates": 3}
+
+
+def law_arguments(mode: int, flags: bool, lse: bool, aligned: bool = True) -> dict[str, Any]:
+    """The arguments that the kernels of `residual` and `block_mass` share."""
+    by = "/16" if aligned else ""
+    return {
+        "p_ptr": f"*bf16{by}",
+        "inv_temperature": "fp32",
+        "q_ptr": f"*bf16{by}" if mode else None,
+        "positions_ptr": "*i32/16" if mode == 2 else None,
+        "ids_ptr": "*i64/16" if mode == 3 else None,
+        "one_hot_ptr": "*u8" if flags else None,
+        "lse_ptr": "*fp32" if lse else None,
+        "draft_ptr": "*i64",
+        "lengths_ptr": "*i64/16",
+        "keys_ptr": "*i32/16",
+        "counters_ptr": "*i32/16",
+        "stats_ptr": "*fp32/16",
+        "draws_ptr": "*fp32/16",
+        "accepted_ptr": "*i64/16",
+        "tokens_ptr": "*i64/16",
+        "log_pi_ptr": "*fp32/16",
+        **dict.fromkeys(("V", "C"), f"i32{by}"),
+        **dict.fromkeys(("n", "batch_size", "rows", "num_spans", "num_blocks"), "i32"),
+        **dict.fromkeys(("p_stride_b", "q_stride_b", "ids_stride_b"), f"i64{by}"),
+        **dict.fromkeys(("p_stride_m", "q_stride_n", "ids_stride_n"), f"i32{by}"),
+        **dict.fromkeys(("one_hot_stride", "lse_stride", "draft_stride"), "i32"),
+        "FLAGS": flags,
+        "HAS_LSE": lse,
+        "MODE": mode,
+        "SLOTS": 16,
+        "SPANS": 16,
+        "SPAN": 3,
+        "CHUNK": 32,
+        "BLOCK": 4096,
+        "BLOCKS": 64,
+        "TILE": 64,
+    }
+
+
+def _law_entry(module: str, function: str, variant: str, num_warps: int = 8, block: int = 4096) -> Entry:
+    """A variant is a mode, then any of "lse", "flags", "any stride"."""
+    arguments = law_arguments(MODES[variant.split()[0]], "flags" in variant, "lse" in variant, "any" not in variant)
+    wide = (function, variant) == ("law_stats", "one-hot")
+    return Entry(f"{function} {variant}", module, function, arguments, num_warps, block, wide)
+
+
+ENTRIES += [
+    _law_entry("_law", "law_stats", "one-hot"),
+    _law_entry("_law", "law_stats", "full flags"),
+    _law_entry("_law", "law_stats", "candidates"),
+    _law_entry("_residual", "residual_blocks", "one-hot"),
+    _law_entry("_residual", "residual_blocks", "full"),
+    _law_entry("_residual", "residual_blocks", "full lse flags"),
+    _law_entry("_residual", "residual_blocks", "full any stride"),
+    _law_entry("_residual", "residual_blocks", "reduced"),
+    _law_entry("_residual", "residual_blocks", "candidates flags"),
+    _law_entry("_residual", "residual_merge", "full", 1, 0),
+    _law_entry("_block_mass", "mass_blocks", "one-hot"),
+    _law_entry("_block_mass", "mass_blocks", "full"),
+    _law_entry("_block_mass", "mass_blocks", "full lse flags"),
+    _law_entry("_block_mass", "mass_blocks", "reduced"),
+    _law_entry("_block_mass", "mass_blocks", "candidates flags"),
+    _law_entry("_block_mass", "mass_merge", "full", 4, 0),
+]
+
+
+def _compact_heads(name: str, word: str) -> Entry:
+    import triton.language as tl
+
+    arguments = {
+        "addresses_ptr": "*i64/16",
+        "path_ptr": "*i64",
+        "starts_ptr": "*i64/16",
+        **dict.fromkeys(("batch_size", "H", "S", "D", "n"), "i32"),
+        **dict.fromkeys(("stride_b", "stride_h", "stride_s", "path_stride"), "i64"),
+        "WORD": getattr(tl, word),
+        "HEADS": 16,
+        "COLUMNS": 32,
+    }
+    return Entry(f"compact_heads {name}", "_compact", "compact_heads", arguments, 4)
+
+
+ENTRIES += [_compact_heads("64 bits", "int64"), _compact_heads("16 bits", "int16")]

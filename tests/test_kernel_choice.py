@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from hf_specdec import AutoDrafter, SpecConfig
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.verification import Draft, Noise, OneHot, RoundNoise, implementation, verify
+from hf_specdec.lenient import Lenience
+from hf_specdec.verification import TARGET, Draft, Noise, OneHot, RoundNoise, implementation, verify
 from hf_specdec.verification import kernels as choice
 
 pytestmark = quietly
@@ -31,7 +32,8 @@ def compiled(monkeypatch):
     [
         ("auto", "match", CPU, "torch"),
         ("auto", "coupled", CUDA, "triton"),
-        ("auto", "rejection", CUDA, "torch"),
+        ("auto", "rejection", CUDA, "triton"),
+        ("auto", Lenience(0.5), CUDA, "torch"),
         ("torch", "match", CUDA, "torch"),
         ("triton", "match", CUDA, "triton"),
     ],
@@ -60,17 +62,18 @@ def target_that_must_not_run():
 
 
 @pytest.mark.parametrize(
-    ("rule", "message"),
+    ("options", "message"),
     [
-        ("auto", "`kernels` is 'triton', but the target is on cpu and they run on a GPU; use 'auto' or 'torch'"),
-        ("rejection", "`kernels` is 'triton', but `rule` 'rejection' is verified by torch only"),
+        ({}, "`kernels` is 'triton', but the target is on cpu and they run on a GPU; use 'auto' or 'torch'"),
+        ({"lenience": 0.5}, r"`kernels` is 'triton', but Lenience\(l=0.5\) is verified by torch only"),
     ],
+    ids=str,
 )
 def test_what_the_kernels_cannot_do_is_refused_before_any_forward_pass(
-    compiled, target_that_must_not_run, rule, message
+    compiled, target_that_must_not_run, options, message
 ):
     drafter = AutoDrafter.for_target(target_that_must_not_run, "lookup")
-    drafter.spec_config = SpecConfig(kernels="triton", rule=rule)
+    drafter.spec_config = SpecConfig(kernels="triton", **options)
     with pytest.raises(ValueError, match=message):
         target_that_must_not_run.generate(**prompts([5]), do_sample=True, max_new_tokens=4, assistant_model=drafter)
 
@@ -88,13 +91,17 @@ def test_kernels_of_the_hub_are_asked_for_by_name_and_version(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}])
-def test_both_give_the_same_text(sampling):
+@pytest.mark.parametrize("rule", ["greedy", "match", "coupled", "rejection", "block"])
+def test_both_give_the_same_text(rule):
+    sampling: dict = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    options = {"seed": 3, "num_draft_tokens": 3, "draft_sampling": "sample", "rule": rule}
+    if rule == "greedy":
+        sampling, options = {"do_sample": False}, {"num_draft_tokens": 3}
     model = tiny_target("llama")
     texts, stats = [], []
     for kernels in ("torch", "triton"):
         drafter = DraftModelDrafter(perturbed(model, 0.3)).bind(model)
-        drafter.spec_config = SpecConfig(kernels=kernels, seed=3, num_draft_tokens=3)
+        drafter.spec_config = SpecConfig(kernels=kernels, **options)
         texts.append(model.generate(**prompts([5, 3]), **sampling, max_new_tokens=8, assistant_model=drafter))
         stats.append(drafter.last_stats)
     assert torch.equal(*texts)
@@ -107,7 +114,8 @@ def test_both_follow_a_tree_alike_and_mark_broken_rows(sampled):
     scores = torch.randn(3, 6, 50, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     noise = RoundNoise(Noise.from_seed(4, 3, DEVICE), torch.tensor([2, 9, 30], device=DEVICE), 0) if sampled else None
     parents = torch.tensor([-1, -1, 0, 1, 3], device=DEVICE)
-    choices, _ = choice.choose(scores, noise, torch.tensor([[0, 1, 1, 2, 2, 3]], device=DEVICE).expand(3, -1))
+    depths = torch.tensor([[0, 1, 1, 2, 2, 3]], device=DEVICE).expand(3, -1)
+    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, depths)
     tokens = torch.stack([choices[:, 0] + 1, choices[:, 0], choices[:, 1], choices[:, 2], choices[:, 4]], dim=1) % 50
     draft = Draft(tokens, torch.full((3,), 5, device=DEVICE), OneHot(), parents)
     scores[2, 4] = torch.nan  # on the accepted path

@@ -10,17 +10,19 @@ import functools
 import importlib
 import os
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
-from .noise import TARGET, RoundNoise
+from .laws import Draft, OneHot, Sampled, Verdict
+from .noise import SLOT_BITS, TARGET, RoundNoise
 
 if TYPE_CHECKING:
     from .lenient_rule import LenientRule
 
 HUB_REPOSITORY, HUB_VERSION = "hf-specdec/specdec-verify", 0
-_RULES = ("match", "coupled")
+_RULES = ("match", "coupled", "rejection", "block")
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def implementation(kernels: str, rule: str | LenientRule, device: torch.device) 
 def _why_not(rule: str | LenientRule, device: torch.device) -> str | None:
     """Why the kernels cannot serve a call, None where they can."""
     if rule not in _RULES:
-        return f"`rule` {rule!r} is verified by torch only"
+        return f"{rule!r} is verified by torch only"
     try:
         interpreted = load().INTERPRETED
     except ImportError as error:
@@ -74,27 +76,36 @@ def _why_not(rule: str | LenientRule, device: torch.device) -> str | None:
     return None
 
 
-def choose(
-    scores: torch.Tensor, noise: RoundNoise | None, slots: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's choice at every row of `scores` [B, m, V], and a weight that is NaN where the row is broken.
+def verify(draft: Draft, scores: torch.Tensor, rule: str, noise: RoundNoise | None) -> Verdict:
+    """Decide a draft by a lossless rule; arguments and result are those of `rules.verify`, which checks them."""
+    kernels, tokens, lengths = load(), draft.tokens, draft.lengths
+    if rule in ("match", "coupled"):
+        drawn: dict[str, Any] = {}
+        if noise is not None:
+            drawn = dict(keys=noise.noise.keys, counters=noise.positions.to(torch.int32), stream=TARGET)
+            if draft.parents is not None:
+                drawn["slots"] = pad(draft.depths(), (1, 0)).to(torch.int32)
+        return _verdict(kernels.walk(scores, "gumbel" if drawn else "greedy", tokens, lengths, draft.parents, **drawn))
+    assert noise is not None
+    counters = torch.full(lengths.shape, noise.verification << SLOT_BITS, dtype=torch.int32, device=lengths.device)
+    decide = kernels.residual if rule == "rejection" else kernels.block_mass
+    law = _law(kernels, draft.law, scores.shape[-1])
+    return _verdict(decide(scores, tokens, lengths, law, keys=noise.noise.keys, counters=counters))
 
-    Args:
-        scores: fp32, bf16 or fp16.
-        noise: None takes the argmax, otherwise the choice is a draw with the target's own stream.
-        slots: [B, m] positions past the round's first; None is 0 .. m - 1.
-    """
-    kernels = load()
-    if noise is None:
-        drawn = kernels.row_sample(scores, "greedy")
-    else:
-        drawn = kernels.row_sample(
-            scores,
-            "gumbel",
-            keys=noise.noise.keys,
-            counters=noise.positions.to(torch.int32),
-            slots=None if slots is None else slots.to(torch.int32).contiguous(),
-            stream=TARGET,
-        )
-    weights = torch.zeros_like(drawn.token, dtype=torch.float32)
-    return drawn.token.clamp_min(0), weights.masked_fill(drawn.status != kernels.OK, torch.nan)
+
+def _law(kernels: ModuleType, law: OneHot | Sampled, vocab_size: int) -> Any:
+    """The law as the kernels take it."""
+    if isinstance(law, OneHot):
+        return None
+    is_reduced = law.ids is not None and law.ids.dim() == 1
+    return kernels.DraftLaw(
+        law.logits,
+        positions=kernels.candidate_positions(law.ids, vocab_size) if is_reduced else None,
+        ids=None if is_reduced else law.ids,
+        one_hot=law.one_hot,
+        lse=law.lse,
+    )
+
+
+def _verdict(found: Any) -> Verdict:
+    return Verdict(found.num_accepted, found.tokens, found.path)

@@ -108,6 +108,16 @@ class Draft:
     def num_slots(self) -> int:
         return self.tokens.shape[1]
 
+    def depths(self) -> torch.Tensor:
+        """[B, n] depth of each node of a tree, the root's children at 1."""
+        assert self.parents is not None
+        parents = self.parents.expand_as(self.tokens)
+        depths = torch.ones_like(parents)
+        for i in range(parents.shape[1]):
+            parent = parents[:, i]
+            depths[:, i] = torch.where(parent < 0, 1, 1 + depths.gather(1, parent.clamp_min(0)[:, None])[:, 0])
+        return depths
+
     def cut(self, lengths: torch.Tensor, num_slots: int) -> Draft:
         """The first tokens of each row of a chain.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .lenient_rule import LenientRule
 
 
-def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None, kernels: str = "torch") -> Verdict:
+def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
     """The target chooses a token at every row; the walk goes on while the draft agrees with it.
 
     With `noise` None the choice is the argmax (greedy decoding). Otherwise it is a draw from p with the target's own
@@ -32,14 +32,14 @@ def match(draft: Draft, scores: torch.Tensor, noise: RoundNoise | None, kernels:
     differs is distributed as the residual. It is also the verification of `coupled`.
     """
     if draft.parents is None:
-        choices, weights = _choices(scores, noise, None, kernels)
+        choices, weights = _choices(scores, noise)
         agrees = within(draft) & (choices[:, :-1] == draft.tokens)
         num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)
         return padded_verdict(num_accepted, choices, weights, greedy=noise is None)
 
     parents = draft.parents.expand_as(draft.tokens)
-    depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], _depths(parents)], dim=1)
-    choices, weights = _choices(scores, noise, depths, kernels)
+    depths = torch.cat([torch.zeros_like(draft.lengths)[:, None], draft.depths()], dim=1)
+    choices, weights = _choices(scores, noise, depths)
     return _walk(draft, parents, choices, weights, greedy=noise is None)
 
 
@@ -114,7 +114,7 @@ def verify(
     if rule in ("rejection", "block"):
         target_logits = check_draws(draft, target_logits, rule, noise)
     if kernels == "triton":
-        return RULES[rule](draft, target_logits, noise, kernels)
+        return _kernels.verify(draft, target_logits, rule, noise)
     return RULES[rule](draft, target_logits, noise)
 
 
@@ -139,12 +139,10 @@ def check_draws(draft: Draft, target_logits: torch.Tensor, rule: object, noise: 
 
 
 def _choices(
-    scores: torch.Tensor, noise: RoundNoise | None, slots: torch.Tensor | None, kernels: str
+    scores: torch.Tensor, noise: RoundNoise | None, slots: int | torch.Tensor = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, m] the target's choice at every row of `scores` [B, m, V], and its weight."""
-    if kernels == "triton":
-        return _kernels.choose(scores, noise, slots)
-    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, 0 if slots is None else slots)
+    choices = scores.argmax(dim=-1) if noise is None else noise.choose(TARGET, scores, slots)
     return choices, scores.gather(-1, choices.unsqueeze(-1)).squeeze(-1)
 
 
@@ -259,15 +257,6 @@ def emit(
     chosen = weights[:, 0].gather(1, emitted)
     broken = _broken(chosen, greedy=False)[:, 0]
     return Verdict(num_accepted.masked_fill(broken, -1), tokens.masked_fill(~kept | broken[:, None], -1))
-
-
-def _depths(parents: torch.Tensor) -> torch.Tensor:
-    """[B, n] depth of each node, the root's children at 1."""
-    depths = torch.ones_like(parents)
-    for i in range(parents.shape[1]):
-        parent = parents[:, i]
-        depths[:, i] = torch.where(parent < 0, 1, 1 + depths.gather(1, parent.clamp_min(0)[:, None])[:, 0])
-    return depths
 
 
 def _walk(draft: Draft, parents: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, greedy: bool) -> Verdict:

@@ -53,3 +53,29 @@ def check_int32(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], 
         raise ValueError(f"`{name}` is {tensor.dtype} {list(tensor.shape)}; give int32 {list(shape)}.")
     if not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(f"`{name}` must be contiguous and on {device}; it is on {tensor.device}.")
+
+
+def check_draft(logits: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Refuse drafted tokens and lengths that do not belong to these rows."""
+    if logits.dim() != 3 or logits.shape[1] == 0:
+        raise ValueError(f"`logits` has shape {tuple(logits.shape)}; give [B, n + 1, V].")
+    batch_size, m = logits.shape[:2]
+    check_tensor("tokens", tokens, (batch_size, m - 1), torch.int64, logits.device)
+    check_tensor("lengths", lengths, (batch_size,), torch.int64, logits.device)
+
+
+def check_parents(parents: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Refuse parents that do not belong to these nodes."""
+    shape = tuple(tokens.shape)[1:] if parents.dim() == 1 else tuple(tokens.shape)
+    check_tensor("parents", parents, shape, torch.int64, tokens.device)
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse anything but such a tensor on this device, its last dimension contiguous."""
+    wanted = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(f"`{name}` is {tensor.dtype} {list(tensor.shape)}; give {wanted}.")
+    if (tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1) or tensor.device != device:
+        raise ValueError(f"`{name}` must be contiguous along its last dimension and on {device}.")

@@ -20,12 +20,15 @@ class Config(NamedTuple):
 def choose(op: str, rows: int, vocab_size: int, device: torch.device) -> Config:
     """The config of `op` for this many rows: the table's entry with the next larger row count, or the rule's.
 
-    The rule keeps 8 to 16 elements a lane, and small blocks where few rows would leave the device idle.
+    The rule keeps 8 to 16 elements a lane, and small blocks where few rows would leave the device idle. Programs of
+    "residual" and "block_mass" decide their row before they read their block, so theirs are always large.
     """
     if device.type == "cuda":
         for entry in _table(_device_name(device.index or 0)).get(op, ()):
             if rows <= entry["rows"] and vocab_size <= entry["vocab_size"]:
                 return Config(entry["block"], entry["num_warps"])
+    if op in ("residual", "block_mass"):
+        return Config(4096, 8)
     return Config(2048, 4) if rows <= 64 else Config(4096, 4)
 
 

@@ -4,7 +4,8 @@ Written from the definitions, not from the kernels: the integer words with 64-bi
 search.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,3 +179,207 @@ def processed_sample(
     drawn = row_sample(filtered, "gumbel", keys=keys, counters=counters, slots=slots, stream=stream)
     status = row_status(scaled, drawn=True)
     return drawn._replace(token=drawn.token.masked_fill(status != OK, -1), status=status)
+
+
+class VerifiedReference(NamedTuple):
+    """A verification, and how clear its closest decision was.
+
+    Args:
+        num_accepted: [B] int64, -1 for a row that cannot be decided.
+        tokens: [B, n + 1] int64; -1 pads.
+        path: [B, n] int64 for a tree; -1 pads.
+        margin: [B] fp64, the smallest distance of a decision from another outcome, in log-weight.
+    """
+
+    num_accepted: torch.Tensor
+    tokens: torch.Tensor
+    path: torch.Tensor | None
+    margin: torch.Tensor
+
+
+def walk(
+    logits: torch.Tensor,
+    method: str,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    parents: torch.Tensor | None = None,
+    **noise: Any,
+) -> VerifiedReference:
+    """As `_walk.walk`; `noise` is what `row_sample` takes."""
+    drawn = row_sample(logits, method, **noise)
+    gaps = drawn.losses.topk(2, dim=-1, largest=False).values[..., -1]
+    batch_size, n = tokens.shape
+    num_accepted, margin = torch.zeros_like(lengths), torch.full_like(gaps[:, 0], torch.inf)
+    emitted, path = tokens.new_full((batch_size, n + 1), -1), torch.full_like(tokens, -1)
+    for b in range(batch_size):
+        chain = range(-1, n - 1)
+        parent_of = list(chain) if parents is None else parents.expand_as(tokens)[b].tolist()
+        node = -1
+        for step in range(n + 1):
+            choice = int(drawn.token[b, node + 1])
+            margin[b] = min(margin[b], gaps[b, node + 1])
+            if choice < 0:
+                num_accepted[b], emitted[b], path[b] = -1, -1, -1
+                break
+            emitted[b, step] = choice
+            children = [i for i in range(int(lengths[b])) if parent_of[i] == node and int(tokens[b, i]) == choice]
+            if not children:
+                break
+            node = path[b, step] = children[0]
+            num_accepted[b] += 1
+    return VerifiedReference(num_accepted, emitted, None if parents is None else path, margin)
+
+
+ACCEPT, RESIDUAL, BONUS = 2, 3, 4
+RATIO_ROUNDING = 4e-6
+"""How far fp32 may be off in q / p, relatively: a residual weight p - q is uncertain by that share of p."""
+
+
+class _Chain(NamedTuple):
+    """log p [B, n + 1, V], log q [B, n, V], which slots are one-hot [B, n], coins [B, n], noise [B, V] by stream."""
+
+    log_p: torch.Tensor
+    log_q: torch.Tensor
+    one_hot: torch.Tensor
+    coins: torch.Tensor
+    gumbel: dict[int, torch.Tensor]
+
+
+def _chain(
+    logits: torch.Tensor, tokens: torch.Tensor, law: Any, keys: torch.Tensor, counters: torch.Tensor, scale: float
+) -> _Chain:
+    vocab_size, n = logits.shape[-1], tokens.shape[1]
+    log_p = (logits.double() * scale).log_softmax(dim=-1)
+    one_hot = torch.ones_like(tokens, dtype=torch.bool)
+    log_q = log_p.new_full((*tokens.shape, vocab_size), -torch.inf)
+    if law is not None:
+        q = law.logits.double()
+        q = q.log_softmax(dim=-1) if law.lse is None else q - law.lse.double()[..., None]
+        if law.positions is not None:
+            ids = (law.positions >= 0).nonzero()[:, 0]
+            log_q[..., ids] = q[..., law.positions[ids].long()]
+        else:
+            log_q = q if law.ids is None else log_q.scatter(-1, law.ids, q)
+        one_hot = torch.zeros_like(one_hot) if law.one_hot is None else law.one_hot
+    at_token = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, tokens.clamp_min(0)[..., None], True)
+    log_q = torch.where(one_hot[..., None], torch.where(at_token, 0.0, -torch.inf).double(), log_q)
+    slots = torch.arange(n, dtype=torch.int32, device=logits.device)
+    coins = uniform_from_words(words(keys, counters[:, None] + slots, ACCEPT, 1)[0][..., 0])
+    noise = {stream: gumbel(keys, counters[:, None], stream, vocab_size)[:, 0] for stream in (RESIDUAL, BONUS)}
+    return _Chain(log_p, log_q, one_hot, coins, noise)
+
+
+def _draw(chain: _Chain, b: int, accepted: int, length: int, log_pi: float) -> tuple[int, float]:
+    """The last token of a row, -1 if it is broken, and by how much it is the best."""
+    log_p = chain.log_p[b, accepted]
+    lower = upper = log_p
+    if accepted < length:
+        log_q = chain.log_q[b, accepted]
+        if chain.one_hot[b, accepted]:
+            lower = upper = log_p.masked_fill(log_q == 0.0, -torch.inf)
+        else:
+            kept = -torch.expm1(torch.where(log_p.isneginf(), 0.0, log_q - log_p - log_pi))
+            kept = kept.masked_fill(log_p.isneginf(), 0.0)
+            rounding = RATIO_ROUNDING * (log_p > -torch.inf) * (log_q > -torch.inf)
+            lower, upper = (log_p + (kept + sign * rounding).clamp_min(0.0).log() for sign in (-1.0, 1.0))
+            if bool((kept <= 0.0).all()):
+                lower, upper = log_p, log_p + torch.inf  # nothing left but rounding: p, and no margin
+        if log_q.isnan().any():
+            return -1, torch.inf
+    noise = chain.gumbel[RESIDUAL if accepted < length else BONUS][b]
+    lower, upper = lower + noise, upper + noise
+    if bool(lower.isnan().any()) or bool(lower.isneginf().all()):
+        return (-1, torch.inf) if bool(log_p.isnan().any()) else (int(upper.argmax()), 0.0)
+    best = int(lower.argmax())
+    others = upper.clone()
+    others[best] = -torch.inf
+    return best, float(lower[best] - others.max())
+
+
+def _verified(tokens: torch.Tensor, rows: list[tuple[int, int, float]]) -> VerifiedReference:
+    """From each row's (accepted, last token, margin)."""
+    emitted = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -1)
+    for b, (accepted, token, _) in enumerate(rows):
+        if token >= 0:
+            emitted[b, :accepted] = tokens[b, :accepted]
+            emitted[b, accepted] = token
+    num_accepted = [accepted if token >= 0 else -1 for accepted, token, _ in rows]
+    margins = torch.tensor([margin for *_, margin in rows], dtype=torch.float64)
+    return VerifiedReference(torch.tensor(num_accepted, device=tokens.device), emitted, None, margins)
+
+
+def residual(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    law: Any,
+    *,
+    keys: torch.Tensor,
+    counters: torch.Tensor,
+    inv_temperature: float = 1.0,
+) -> VerifiedReference:
+    """As `_residual.residual`."""
+    chain = _chain(logits, tokens, law, keys, counters, inv_temperature)
+    rows = []
+    for b in range(len(tokens)):
+        accepted, margin, length = 0, torch.inf, int(lengths[b])
+        while accepted < length:
+            d = int(tokens[b, accepted])
+            log_p, log_q = float(chain.log_p[b, accepted, d]), float(chain.log_q[b, accepted, d])
+            distance = float(chain.coins[b, accepted].log()) + log_q - log_p
+            if log_p != log_p or log_q != log_q or log_p == -torch.inf:
+                break
+            margin = min(margin, abs(distance))
+            if not distance < 0.0:
+                break
+            accepted += 1
+        token, gap = _draw(chain, b, accepted, length, 0.0)
+        rows.append((accepted, token, min(margin, gap)))
+    return _verified(tokens, rows)
+
+
+def block_mass(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    law: Any,
+    *,
+    keys: torch.Tensor,
+    counters: torch.Tensor,
+    inv_temperature: float = 1.0,
+) -> VerifiedReference:
+    """As `_block_mass.block_mass`."""
+    chain = _chain(logits, tokens, law, keys, counters, inv_temperature)
+    rows = []
+    for b in range(len(tokens)):
+        log_pi, length = [0.0], int(lengths[b])
+        for i in range(length):
+            d = int(tokens[b, i])
+            log_p, log_q = float(chain.log_p[b, i, d]), float(chain.log_q[b, i, d])
+            if log_p != log_p or log_q != log_q:
+                break
+            log_pi.append(-torch.inf if -torch.inf in (log_p, log_pi[-1]) else min(0.0, log_pi[-1] + log_p - log_q))
+        reached = len(log_pi) - 1
+        accepted, margin = 0, torch.inf
+        for i in range(1, reached + 1):
+            pi, coin = math.exp(log_pi[i]), float(chain.coins[b, i - 1])
+            total, passes = 1.0, pi
+            if i < reached:
+                mass = float((pi * chain.log_p[b, i].exp() - chain.log_q[b, i].exp()).clamp_min(0.0).sum())
+                total = mass + 1.0 - pi
+                passes = mass / total if total > 0.0 else 1.0
+            margin = min(margin, abs(coin - passes) * max(total, 1e-30) if 0.0 < passes < 1.0 else torch.inf)
+            accepted = i if coin < passes else accepted
+        token, gap = _draw(chain, b, accepted, length, log_pi[accepted])
+        rows.append((accepted, token, min(margin, gap)))
+    return _verified(tokens, rows)
+
+
+def compact(tensors: list[torch.Tensor], path: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
+    """What `_compact.compact` makes of the tensors [B, H, S, D], as new ones."""
+    moved = [tensor.clone() for tensor in tensors]
+    for before, after in zip(tensors, moved, strict=True):
+        for b, start in enumerate(starts.tolist()):
+            for place, node in enumerate(node for node in path[b].tolist() if node >= 0):
+                after[b, :, start + place] = before[b, :, start + node]
+    return moved
