@@ -7,7 +7,7 @@ but x_n. Entry t of layer i holds token x_{t+1+i} and a state: of the target at 
 import copy
 
 import torch
-from mtp_formats import Layer, Published
+from mtp_published import Layer, Published
 
 EPS = 1e-6
 
@@ -32,10 +32,12 @@ class Reference:
     def __call__(self, text: list[int], drafted: list[int]) -> torch.Tensor:
         """[len(drafted), V] logits from which each of the drafted tokens was chosen."""
         layers, tokens, n = self.published.layers, [*text, *drafted], len(text) - 1
-        states, logits = self.target_states(text[:-1]), []
+        states = target_states = self.target_states(text[:-1])
+        logits = []
         for depth in range(len(drafted)):
             if depth < len(layers):
-                entries = (tokens[1 + depth : 1 + depth + n], states)
+                chained = self.published.chained != (self.variant == "other chain")
+                entries = (tokens[1 + depth : 1 + depth + n], states if chained else target_states)
             else:  # past the last layer, that one goes on
                 entries = ([*entries[0], tokens[n + depth]], torch.cat([entries[1], states[-1:]]))
             out = self.layer(min(depth, len(layers) - 1), *entries)

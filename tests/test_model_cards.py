@@ -50,6 +50,7 @@ def test_the_eagle3_head_is_in_the_format_of_serving_engines():
 def test_the_mtp_layer_has_deepseeks_names_and_shares_embedding_and_head():
     config = json.loads((MTP / "config.json").read_text())
     assert config["mtp_family"] == "deepseek_v3" and config["num_nextn_predict_layers"] == 1
+    assert config["mtp_carry"] == "raw", "as it was trained"
     with safe_open(MTP / "model.safetensors", "pt") as file:
         names = {name.removeprefix("model.layers.30.") for name in set(file.keys())}
         assert file.get_slice("model.layers.30.eh_proj.weight").get_shape() == [576, 1152]

@@ -77,6 +77,29 @@ def test_the_reference_tells_each_mistake_apart(target_of, family, variant):
         assert largest_error(firsts, Reference(published(family), target, variant)) < CLOSE
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_sparse_attention_sees_the_keys_it_chooses(target_of, family):
+    """Negative control: a reference that attends to every key differs."""
+    target = target_of(family)
+    drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
+    rounds = rounds_of(drafter, target, prompts([9]), max_new_tokens=20, eos_token_id=None)
+    reference = Reference(published(family), target)
+    reference.blocks[0][0].self_attn.indexer.index_topk = 999
+    assert largest_error(rounds, reference) > FAR
+
+
+def test_layers_that_are_not_chained_all_read_the_targets_states(target_of):
+    """Negative control of the formulas of MiMo-V2; the first token of each draft is the same either way."""
+    target = target_of("mimo_v2_flash")
+    drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
+    rounds = rounds_of(drafter, target, prompts([9]), max_new_tokens=20, eos_token_id=None)
+    chained = Reference(published("mimo_v2_flash"), target, "other chain")
+    assert len(drafter.model.layers) == 3
+    assert largest_error(rounds, chained) > FAR
+    firsts = [(texts, finished, scores[:, :1], tokens[:, :1]) for texts, finished, scores, tokens in rounds]
+    assert largest_error(firsts, chained) < CLOSE
+
+
 def test_a_row_may_ask_for_the_targets_state_before_its_final_norm(target_of):
     target = target_of("deepseek_v3")
     drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_formats import STANDALONE, deepseek_v3, llama, qwen3_5, random_target, write_standalone, write_target
+from mtp_formats import (
+    FAMILIES,
+    STANDALONE,
+    deepseek_v3,
+    llama,
+    mimo_v2_flash,
+    qwen3_5,
+    random_target,
+    write_standalone,
+    write_target,
+)
 from mtp_reference import Reference
 from mtp_rounds import rounds_of
 from safetensors import safe_open
@@ -35,6 +45,19 @@ def test_names_of_every_family_may_stand_alone(tmp_path, family):
     target = random_target(published)
     drafter = AutoDrafter.from_pretrained(write_standalone(tmp_path, published), target=target)
     assert errors(drafter, target, published) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_every_family_are_known_without_a_target(tmp_path, family):
+    assert AutoDrafter.detect(write_standalone(tmp_path, FAMILIES[family]())).method == "mtp"
+
+
+def test_attention_with_sinks_is_run_eagerly_whatever_the_target_takes(tmp_path):
+    published = mimo_v2_flash(1)
+    target = random_target(published)
+    target.config._attn_implementation = "flash_attention_4"
+    drafter = AutoDrafter.from_pretrained(write_standalone(tmp_path, published), target=target)
+    assert drafter.model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -85,6 +108,19 @@ def test_what_is_written_is_read_again(tmp_path, family):
     assert AutoDrafter.detect(tmp_path / "written").method == "mtp"
     drafter = AutoDrafter.from_pretrained(tmp_path / "written", target=target)
     assert errors(drafter, target, published) < 1e-4
+
+
+def test_a_standalone_repository_may_name_its_carry(tmp_path):
+    published, target = llama(), tiny_target("llama")
+    by_name = {
+        carry: AutoDrafter.from_pretrained(
+            write_standalone(tmp_path / carry, published, mtp_carry=carry), target=target
+        ).model.family.carry
+        for carry in ("raw", "normed")
+    }
+    assert by_name == {"raw": "raw", "normed": "normed"}
+    with pytest.raises(ValueError, match="mtp_carry 'both'; it is 'raw' or 'normed'"):
+        AutoDrafter.from_pretrained(write_standalone(tmp_path / "both", published, mtp_carry="both"), target=target)
 
 
 def test_a_whole_model_with_mtp_layers_is_no_standalone_repository(tmp_path):

@@ -28,6 +28,7 @@ def save_mtp(folder: Path, model: MtpModel, dtype: torch.dtype = torch.bfloat16)
         "architectures": ["MtpDraftModel"],
         "model_type": "mtp",
         "mtp_family": model.family.name,
+        "mtp_carry": model.family.carry,
         "num_nextn_predict_layers": len(model.layers),
         # Of the target, to tell it apart from others.
         "num_hidden_layers": model.first_layer,

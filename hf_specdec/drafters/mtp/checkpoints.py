@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .source import source_of
 # What engines leave beside weights: positions that are computed anew, scales of activations and of caches.
 _IGNORED = ("rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
 _FAMILY_FIELD = "mtp_family"  # in config.json of a standalone repository, where names leave it open
+_CARRY_FIELD = "mtp_carry"  # there, too, for layers that were trained on another state than their family's
 
 
 def detect(repository: Repository) -> DrafterFormat | None:
@@ -51,7 +53,7 @@ def load(
     check_decoder_only(target, MtpDrafter.method)
     MtpDrafter.check_options(**overrides)
     tensors = read_tensors(repository)
-    family = _standalone_family(repository, target, tensors)
+    family = _with_carry(repository, _standalone_family(repository, target, tensors))
     for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
         found, wanted = repository.config.get(name), getattr(target.config.get_text_config(), name)
         if found is not None and found != wanted:
@@ -185,10 +187,8 @@ def _num_layers(
             "published without them. Name a repository that has them: for_target(model, 'mtp', repository=...)."
         )
     if not there or (told is not None and told[0] == 0):
-        raise ValueError(
-            f"{where} has no MTP layers for this target: no config field {' or '.join(family.count_fields)} is above "
-            f"zero, or no tensors are named {examples}."
-        )
+        unset = f"no config field {' or '.join(family.count_fields)} is above zero, or " if family.count_fields else ""
+        raise ValueError(f"{where} has no MTP layers for this target: {unset}no tensors are named {examples}.")
     return told[0] if told is not None else there
 
 
@@ -208,6 +208,14 @@ def _standalone_family(repository: Repository, target: PreTrainedModel, tensors:
     if of_target is not None and of_target.fills(names):
         return of_target
     return next(family for family in FAMILIES if family.fills(names))
+
+
+def _with_carry(repository: Repository, family: MtpFamily) -> MtpFamily:
+    """The row with the carry that a standalone repository names, if it does."""
+    carry = repository.config.get(_CARRY_FIELD, family.carry)
+    if carry not in ("raw", "normed"):
+        raise ValueError(f"config.json in {repository.path} has {_CARRY_FIELD} {carry!r}; it is 'raw' or 'normed'.")
+    return replace(family, carry=carry)
 
 
 def _all_prefixes(family: MtpFamily, target: PreTrainedModel, num_layers: int) -> list[tuple[str, str]]:

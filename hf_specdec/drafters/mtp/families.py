@@ -1,8 +1,11 @@
 """How families of models publish their multi-token prediction (MTP) layers: one row each.
 
 A layer is  block(projection([embedding_norm(embedding), hidden_norm(state)])).  The block is one or several of the
-target's own decoder layers; rows say what the tensors are called and where families differ. Sources: the loading code
-of vLLM (`vllm/model_executor/models/*_mtp.py`) and the checkpoints' indices.
+target's own decoder layers; rows say what the tensors are called (tensor_names.py) and where families differ. Sources:
+the loading code of vLLM (`vllm/model_executor/models/*_mtp.py`, `vllm/models/*/mtp.py`) and the checkpoints' indices;
+for layers that are not chained SGLang (`multi_layer_eagle_worker_v2.py`). DeepSeek's layers were trained on the
+target's normed states and draft best from normed ones of their own (vLLM 45895 and 47448, ROCm/ATOM 1764, transformers'
+own MtpModel).
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from . import tensor_names
 
 _OUTER = ("model.", "language_model.")  # what composite models put in front of the names of their text part
 _EMBEDDING, _HEAD = "embed_tokens.", "lm_head."
@@ -26,19 +31,22 @@ class MtpFamily:
         tensors: (published prefix, prefix in a layer of ours), the longest match counts. {L} stands for the number of
             the target's layers plus that of the MTP layer, {i} for the latter, {j} for a decoder layer among all those
             of the MTP layers, {k} for the last one of the MTP layer. A prefix without any of these belongs to all
-            layers. `model.` and `language_model.` in front are left out.
+            layers. `model.` and `language_model.` in front are left out. What leads to "" is not used.
         count_fields: config fields that give the number of layers, nested ones dotted; the first one that is there
             counts. Without one the tensors are counted.
         hidden_first: the projection takes [state, embedding] instead of [embedding, state].
         final_norm: whether the output head reads the block's output after a norm of its own, or the config's flag that
             says so.
-        carry: what stands in the place of the target's state where a layer drafts on: the block's output "raw" or
-            "normed", after the final norm. The wrong one is not seen in the first drafted token, only from the second.
+        carry: what stands in the place of the target's state where a layer drafts on: the block's output "normed",
+            after the final norm, or "raw". The wrong one is not seen in the first drafted token, only from the second.
+        chained: whether a layer reads the states of the one before it; otherwise all of them read the target's.
         target_state: the target's last hidden state is taken "normed", after its final norm, or "raw".
         entries: what the MTP layers have in lists of the config with an entry for each of the target's layers. Where
             the config has the same list with mtp_ in front that one counts, without either the target's last entry.
         blocks_field: config field that lists the kinds of the several decoder layers of each MTP layer.
         divisor_field: config field with a number that the output head's input is divided by.
+        plain_layers: a block is attention and an MLP of the target's classes, each behind a norm, where the target's
+            layers have more to them: two of each with experts beside them, or hyper-connections.
     """
 
     name: str
@@ -47,11 +55,13 @@ class MtpFamily:
     count_fields: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     hidden_first: bool = False
     final_norm: bool | str = True
-    carry: str = "raw"
+    carry: str = "normed"
+    chained: bool = True
     target_state: str = "normed"
     entries: tuple[tuple[str, Any], ...] = ()
     blocks_field: str | None = None
     divisor_field: str | None = None
+    plain_layers: bool = False
 
     def num_layers(self, *configs: Any) -> tuple[int, str] | None:
         """(number of MTP layers, the field that says so); None where no config does."""
@@ -79,14 +89,14 @@ class MtpFamily:
         return filled
 
     def ours(self, name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
-        """A published tensor's name in one of our layers; None where it is not that layer's."""
+        """A published tensor's name in one of our layers; None where it is not that layer's or not used."""
         name = without_outer(name)
-        found = max(((len(old), new) for old, new in prefixes if name.startswith(old)), default=None)
-        return found and found[1] + name[found[0] :]
+        length, new = max(((len(old), new) for old, new in prefixes if name.startswith(old)), default=(0, ""))
+        return new + name[length:] if new else None
 
     def published(self, name: str, prefixes: Iterable[tuple[str, str]]) -> str:
         """The published name of a tensor of one of our layers."""
-        old, new = next((old, new) for old, new in prefixes if name.startswith(new))
+        old, new = next((old, new) for old, new in prefixes if new and name.startswith(new))
         return old + name[len(new) :]
 
     def count(self, names: Iterable[str], first_layer: int, num_blocks: int = 1) -> int:
@@ -137,89 +147,73 @@ def _pattern(published: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{[Lijk]\\}", r"(\\d+)", re.escape(published)))
 
 
-_DEEPSEEK_NAMES = (
-    ("layers.{L}.enorm.", "embedding_norm."),
-    ("layers.{L}.hnorm.", "hidden_norm."),
-    ("layers.{L}.eh_proj.", "projection."),
-    ("layers.{L}.shared_head.norm.", "final_norm."),
-    ("layers.{L}.shared_head.head.", "lm_head."),
-    ("layers.{L}.embed_tokens.", "embed_tokens."),
-    ("layers.{L}.", "blocks.0."),
-)
-_QWEN_NAMES = (
-    ("mtp.fc.", "projection."),
-    ("mtp.pre_fc_norm_embedding.", "embedding_norm."),
-    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
-    ("mtp.norm.", "final_norm."),
-    ("mtp.embed_tokens.", "embed_tokens."),
-    ("mtp.lm_head.", "lm_head."),
-    ("mtp.layers.{i}.", "blocks.0."),
-)
-_STEP_NAMES = (
-    *_DEEPSEEK_NAMES,
-    *((old.replace("{L}.", "{L}.transformer."), new) for old, new in _DEEPSEEK_NAMES),
-    ("layers.{L}.shared_head.output.", "lm_head."),
-    ("layers.{L}.transformer.shared_head.output.", "lm_head."),
-)
-_ERNIE_NAMES = (
-    ("mtp_emb_norm.{i}.", "embedding_norm."),
-    ("mtp_hidden_norm.{i}.", "hidden_norm."),
-    ("mtp_linear_proj.{i}.", "projection."),
-    ("mtp_block.{i}.", "blocks.0."),
-)
-_NEMOTRON_NAMES = (
-    ("mtp.layers.{j}.", "blocks.{j}."),
-    ("mtp.layers.{j}.enorm.", "embedding_norm."),
-    ("mtp.layers.{j}.hnorm.", "hidden_norm."),
-    ("mtp.layers.{j}.eh_proj.", "projection."),
-    ("mtp.layers.{k}.final_layernorm.", "final_norm."),
-)
-_MIMO_NAMES = (
-    ("mtp_layers.{i}.token_layernorm.", "embedding_norm."),
-    ("mtp_layers.{i}.hidden_layernorm.", "hidden_norm."),
-    ("mtp_layers.{i}.input_proj.", "projection."),
-    ("mtp_layers.{i}.final_layernorm.", "final_norm."),
-    ("mtp_layers.{i}.", "blocks.0."),
-)
-_INKLING_NAMES = (
-    ("mtp.layers.{i}.embed_norm.", "embedding_norm."),
-    ("mtp.layers.{i}.hidden_norm.", "hidden_norm."),
-    ("mtp.layers.{i}.input_proj.", "projection."),
-    ("mtp.layers.{i}.transformer_block.", "blocks.0."),
-    ("mtp.chain_norm.", "final_norm."),
-)
-
 FAMILIES: tuple[MtpFamily, ...] = (
-    MtpFamily("deepseek_v3", ("deepseek_v3", "glm4_moe"), _DEEPSEEK_NAMES),
+    MtpFamily(
+        "deepseek_v3",
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm_ocr_text"),
+        tensor_names.DEEPSEEK,
+        # A layer of sparse attention that shares the choice of keys with the one before it has none before it here.
+        entries=(("indexer_types", "full"),),
+    ),
+    MtpFamily(
+        "dots3_note",
+        ("dots3_note_text",),
+        (*tensor_names.DEEPSEEK, ("mtp.embed_tokens.", "embed_tokens.")),
+        entries=(("layer_types", "sliding_attention"), ("mlp_layer_types", "dense")),
+    ),
     MtpFamily(
         "qwen3_next",
         ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        _QWEN_NAMES,
+        tensor_names.QWEN,
         count_fields=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
-        carry="normed",
         entries=(("layer_types", "full_attention"),),
     ),
-    MtpFamily("mellum", ("mellum",), _QWEN_NAMES, carry="normed"),
-    MtpFamily("ernie4_5_moe", ("ernie4_5_moe",), _ERNIE_NAMES, final_norm=False),
-    MtpFamily("nemotron_h", ("nemotron_h",), _NEMOTRON_NAMES, carry="normed", blocks_field="mtp_layers_block_type"),
+    MtpFamily("mellum", ("mellum",), tensor_names.QWEN),
+    MtpFamily(
+        "exaone_moe",
+        ("exaone_moe",),
+        tensor_names.QWEN,
+        entries=(("layer_types", "full_attention"), ("mlp_layer_types", "dense")),
+    ),
+    MtpFamily("exaone4_5", ("exaone4",), tensor_names.QWEN, entries=(("layer_types", "sliding_attention"),)),
+    MtpFamily("ernie4_5_moe", ("ernie4_5_moe",), tensor_names.ERNIE, final_norm=False),
+    MtpFamily("nemotron_h", ("nemotron_h",), tensor_names.NEMOTRON, blocks_field="mtp_layers_block_type"),
     MtpFamily(
         "step3p5",
         ("step3p5",),
-        _STEP_NAMES,
+        tensor_names.STEP,
+        carry="raw",
         # The lists of the published config are cut to the target's layers; of the MTP layers' entries all are zero.
         entries=(("swiglu_limits", None), ("swiglu_limits_shared", None)),
     ),
     MtpFamily(
         "inkling",
         ("inkling_text",),
-        _INKLING_NAMES,
+        tensor_names.INKLING,
         count_fields=("num_mtp_layers", "mtp_config.num_nextn_predict_layers"),
         hidden_first=True,
         final_norm="chain_hidden_post_norm",
-        carry="normed",
         divisor_field="logits_mup_width_multiplier",
     ),
-    MtpFamily("mimo", ("mimo",), _MIMO_NAMES, hidden_first=True, carry="normed"),
+    MtpFamily("mimo", ("mimo",), tensor_names.MIMO, hidden_first=True),
+    MtpFamily(
+        "mimo_v2_flash",
+        ("mimo_v2_flash",),
+        tensor_names.MIMO_V2,
+        chained=False,
+        entries=(("layer_types", "sliding_attention"), ("mlp_layer_types", "dense")),
+    ),
+    MtpFamily("longcat_flash", ("longcat_flash",), tensor_names.LONGCAT, plain_layers=True),
+    MtpFamily("hy_v3", ("hy_v3",), tensor_names.FINAL),
+    MtpFamily(
+        "hy_v4",
+        ("hy_v4", "hy_v4_vl_text"),
+        tensor_names.HY_V4,
+        count_fields=(),  # the config may count one more than there are
+        entries=(("indexer_types", "full"), ("mlp_layer_types", "sparse")),
+        plain_layers=True,
+    ),
+    MtpFamily("bailing_hybrid", ("bailing_hybrid",), tensor_names.FINAL, entries=(("layer_types", "full_attention"),)),
 )
 
 

@@ -1,7 +1,8 @@
 """Multi-token prediction layers (Gloeckle et al. 2024; DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 Entry t of layer i holds token t + 1 + i and a state: of the target at t for layer 0, of layer i - 1 at t for the
-others. Its output guesses token t + 2 + i. Past the last layer, that one goes on with its own states.
+others (of the target, too, where layers are not chained). Its output guesses token t + 2 + i. Past the last layer, that
+one goes on with its own states.
 
     x = projection([embedding_norm(embedding), hidden_norm(state)])
     out = block(x)                      one or several of the target's own decoder layers
@@ -49,11 +50,14 @@ class MtpModel(nn.Module):
             raise ValueError(
                 f"MTP layers are not served for {type(target).__name__}: no `layers` or no `norm` is found."
             )
-        self.family, self.first_layer = family, text.num_hidden_layers
+        self.family, self.first_layer, self.num_target_layers = family, text.num_hidden_layers, len(decoder.layers)
         self.hidden_size, self.vocab_size = text.hidden_size, text.vocab_size
         self.num_blocks = num_blocks(text, family)
         self.divisor: float | None = getattr(text, family.divisor_field) if family.divisor_field else None
+        self.num_cached = self.first_layer + num_layers * self.num_blocks
         self.config = extended_config(text, family, num_layers)
+        if not decoder._supports_sdpa:
+            self.config._attn_implementation = "eager"
         self.layers = nn.ModuleList(
             MtpLayer(decoder, self.config, family, self.first_layer + i * self.num_blocks, self.num_blocks)
             for i in range(num_layers)
@@ -127,13 +131,17 @@ class MtpLayer(nn.Module):
         self, decoder: Any, config: PreTrainedConfig, family: MtpFamily, first_block: int, num_blocks: int
     ) -> None:
         super().__init__()
-        size, block = config.hidden_size, type(decoder.layers[-1])
+        size, last = config.hidden_size, decoder.layers[-1]
         self.hidden_first, self.first_block = family.hidden_first, first_block
         norm = final_norm_of(decoder)
         assert norm is not None
         self.embedding_norm, self.hidden_norm = norm_like(norm, size), norm_like(norm, size)
         self.projection = nn.Linear(2 * size, size, bias=False)
-        self.blocks = nn.ModuleList(block(config, first_block + j) for j in range(num_blocks))
+        numbers = range(first_block, first_block + num_blocks)
+        self.blocks = nn.ModuleList(
+            PlainLayer(last, config, number) if family.plain_layers else type(last)(config, number)
+            for number in numbers
+        )
         flag = family.final_norm
         has_final_norm = getattr(config, flag) if isinstance(flag, str) else flag
         self.final_norm = norm_like(norm, size) if has_final_norm else nn.Identity()
@@ -147,6 +155,28 @@ class MtpLayer(nn.Module):
             output = block(states, **{name: value for name, value in inputs.items() if takes is None or name in takes})
             states = output[0] if isinstance(output, tuple) else output
         return states
+
+
+class PlainLayer(nn.Module):
+    """Attention and an MLP of a target whose own layers have more to them.
+
+    Args:
+        layer: the target's, whose parts' classes are taken, of several like parts those of the first.
+        config: its config.
+        index: number of the attention's place in the cache.
+    """
+
+    def __init__(self, layer: Any, config: PreTrainedConfig, index: int) -> None:
+        super().__init__()
+        mlp = layer.mlps[0] if hasattr(layer, "mlps") else layer.mlp
+        self.self_attn, self.mlp = type(_first(layer.self_attn))(config, index), type(mlp)(config)
+        self.input_layernorm = norm_like(_first(layer.input_layernorm), config.hidden_size)
+        self.post_attention_layernorm = norm_like(_first(layer.post_attention_layernorm), config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """[B, m, H]."""
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **inputs)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 def num_blocks(config: PreTrainedConfig, family: MtpFamily) -> int:
@@ -195,3 +225,7 @@ def _keyword_names(block: nn.Module) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters)
+
+
+def _first(part: Any) -> Any:
+    return part[0] if isinstance(part, nn.ModuleList) else part

@@ -47,7 +47,7 @@ class MtpDrafter(Drafter):
 
     @property
     def signals(self) -> TargetSignals:
-        return TargetSignals((self.model.first_layer,), pre_norm_last=self.model.family.target_state == "raw")
+        return TargetSignals((self.model.num_target_layers,), pre_norm_last=self.model.family.target_state == "raw")
 
     def check_target(self, target: PreTrainedModel) -> None:
         theirs, model = target.config.get_text_config(), self.model
@@ -66,7 +66,7 @@ class MtpDrafter(Drafter):
         model, layer = self.model, cast(Any, self.model.layers[0])
         state = layer.hidden_norm.weight.new_zeros(1, 1, model.hidden_size)
         first = torch.zeros(1, device=state.device, dtype=torch.long)
-        cache = MtpCache(model.config.num_hidden_layers, 1, first)
+        cache = MtpCache(model.num_cached, 1, first)
         cache.place(first, [0], 1)
         try:
             model.run(0, state, state, first[None], state.new_zeros(1, 1, 1, 1), cache)
@@ -90,14 +90,14 @@ class MtpSession(DraftSession):
         self.device, self.dtype = norm.weight.device, norm.weight.dtype
         self.padding = (self.rows.lengths - self.rows.positions).to(self.device)
         self.features = TargetFeatures(self.rows, self.model.hidden_size, self.device, self.dtype)
-        self.cache = MtpCache(self.model.config.num_hidden_layers, request.max_columns, self.padding)
+        self.cache = MtpCache(self.model.num_cached, request.max_columns, self.padding)
         self.slots = torch.arange(0, device=self.device)
         self.mismatch = MismatchCheck(self.rows, _CAUSES)
 
     def observe(self, signals: Signals | None, verdict: Verdict) -> None:
         assert signals is not None
         is_prefill = self.features.values.shape[1] == 0
-        self.features.add(signals.hidden_states[self.model.first_layer].to(self.device, self.dtype))
+        self.features.add(signals.hidden_states[self.model.num_target_layers].to(self.device, self.dtype))
         if is_prefill:  # columns from before this call have no features
             self.cache.first = self.padding.clamp_min(self.features.first)
         self.mismatch.observe()
@@ -114,7 +114,8 @@ class MtpSession(DraftSession):
                 ids = self.rows.ids
                 columns = (piece.columns + 1 + index).clamp_max(ids.shape[1] - 1).to(ids.device)
                 tokens = ids.gather(1, columns).clamp_min(0)
-                normed, states[number] = self._run(index, tokens, states[number], piece.offsets, piece.host_offsets)
+                read = states[number] if self.model.family.chained else piece.features
+                normed, states[number] = self._run(index, tokens, read, piece.offsets, piece.host_offsets)
             return normed[:, -1:]
 
         def advance(token: torch.Tensor | None, slot: int) -> torch.Tensor:
