@@ -11,12 +11,16 @@ Importing the package lets `generate` and pipelines take drafters (`install()`);
 
 import os
 import warnings
+from typing import TYPE_CHECKING, Any
 
 from . import lenient
 from .config import SpecConfig
 from .drafters import AutoDrafter, Drafter, DrafterFormat
 from .integration import SpecGenerate, enable, install, pipeline, uninstall
 from .metrics import SpecStats
+
+if TYPE_CHECKING:
+    from .tuning import pareto
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,9 +33,19 @@ __all__ = [
     "enable",
     "install",
     "lenient",
+    "pareto",
     "pipeline",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "pareto":  # few programs measure, so its modules are loaded by those only
+        from .tuning import pareto
+
+        return pareto
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if os.environ.get("HF_SPECDEC_NO_INSTALL", "").lower() in ("", "0", "false", "no", "off"):
     try:

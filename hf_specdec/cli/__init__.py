@@ -7,9 +7,9 @@ declares what it takes, `run` does it and returns the exit status. `COMMANDS` is
 import argparse
 from collections.abc import Sequence
 
-from . import env
+from . import env, pareto
 
-COMMANDS = (env,)
+COMMANDS = (env, pareto)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "hf-specdec") -> int:

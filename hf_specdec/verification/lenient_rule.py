@@ -77,8 +77,8 @@ class LenientRule(ABC):
         num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
         decided = self.measures(*decided_laws(draft, scores, num_accepted))[1] if draft.num_slots > 0 else None
         verdict = emit(draft, scores, num_accepted, decided, noise)
-        distances = _distances(emitted_law(kept, residual), p)
-        return _with_distances(verdict, [distance.masked_fill(~within(draft), 0.0) for distance in distances])
+        measured = tv_and_kl(emitted_law(kept, residual), p)
+        return _with_distances(verdict, [distance.masked_fill(~within(draft), 0.0) for distance in measured])
 
     def _verify_greedily(self, draft: Draft, scores: torch.Tensor) -> Verdict:
         """TV counts the tokens other than the best one; KL, infinite for those, is ln(p(best) / p(token)) here."""
@@ -108,7 +108,7 @@ def emitted_law(kept: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return kept + (1.0 - kept.sum(dim=-1, keepdim=True)).clamp_min(0.0) * (residual / total)
 
 
-def _distances(h: torch.Tensor, p: torch.Tensor) -> list[torch.Tensor]:
+def tv_and_kl(h: torch.Tensor, p: torch.Tensor) -> list[torch.Tensor]:
     """TV(h, p) and KL(h || p) [...] of laws [..., V]."""
     tv = 0.5 * (h - p).abs().sum(dim=-1)
     kl = (h * torch.where(h > 0.0, h / p, 1.0).log()).sum(dim=-1).clamp_min(0.0)
