@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.hf_specdec-installed
 PYTEST := OMP_NUM_THREADS=$(strip $(THREADS)) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: help env quickstart test slow efficiency lint types clean
+.PHONY: help env quickstart test slow grid efficiency lint types clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,9 @@ test: $(STAMP) ## every fast test, those on the small real model included
 
 slow: $(STAMP) ## the tests that `make test` leaves out
 	$(PYTEST) -m slow
+
+grid: $(STAMP) ## the kernels at every size, in Triton's interpreter
+	$(PYTEST) -m grid
 
 efficiency: $(STAMP) ## does the loop deliver the speed-up that README promises? wants a quiet machine
 	$(BIN)/python benchmarks/efficiency.py --check

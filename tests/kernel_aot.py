@@ -1,7 +1,8 @@
 """What the compilers make of every kernel, for GPUs that need not be there.
 
     python tests/kernel_aot.py gfx942 [name ...]     compile for one target and print what came out, as JSON
-    python tests/kernel_aot.py --write [target ...]  write tests/kernel_golden/ anew
+    python tests/kernel_aot.py --write [target ...]  write tests/kernel_golden/ anew, and its table
+    python tests/kernel_aot.py --table               write the table of golden numbers in docs/kernels.md anew
 
 Runs in a process of its own: the kernels of a process are either interpreted or compiled, as TRITON_INTERPRET says when
 they are imported. A new kernel is one `Entry` in `kernel_registry.py`.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "kernel_golden"
+DOCUMENT = Path(__file__).parents[1] / "docs/kernels.md"
 TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
     "gfx950": ("hip", "gfx950", 64),
@@ -26,6 +28,7 @@ TARGETS = {
     "gfx1201": ("hip", "gfx1201", 32),
     "sm_90": ("cuda", 90, 32),
 }
+TABLE_HEAD = f"| kernel | {' | '.join(TARGETS)} | vector instructions, gfx942 |\n|---|{'---|' * len(TARGETS)}---|\n"
 
 
 def compiled_in_a_process(target: str) -> dict[str, dict[str, Any]]:
@@ -113,6 +116,22 @@ def nvidia_measures(ptx: str, target: str) -> dict[str, Any]:
     }
 
 
+def table() -> str:
+    """The golden registers, and waves that fit a SIMD, of every kernel."""
+    golden = {target: json.loads((GOLDEN / f"{target}.json").read_text())["kernels"] for target in TARGETS}
+    lines = []
+    for name in sorted(golden["gfx942"]):
+        fits = [f"{golden[target][name]['registers']} ({golden[target][name]['occupancy']})" for target in TARGETS]
+        lines.append(f"| `{name}` | {' | '.join(fits)} | {golden['gfx942'][name]['valu']} |\n")
+    return TABLE_HEAD + "".join(lines)
+
+
+def write_table() -> None:
+    """Put the table where the one in the document stands."""
+    before, after = DOCUMENT.read_text().split(TABLE_HEAD)
+    DOCUMENT.write_text(before + table() + re.sub(r"\A(\|.*\n)*", "", after))
+
+
 def counts(names: list[str]) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
@@ -120,13 +139,15 @@ def counts(names: list[str]) -> dict[str, int]:
 def main(arguments: list[str]) -> None:
     from kernel_registry import ENTRIES
 
+    if arguments == ["--table"]:
+        return write_table()
     if arguments[:1] == ["--write"]:
         import triton
 
         for target in arguments[1:] or TARGETS:
             found = {"triton": triton.__version__, "kernels": compiled_in_a_process(target)}
             (GOLDEN / f"{target}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-        return
+        return write_table()
     target, *names = arguments
     entries = [entry for entry in ENTRIES if not names or entry.name in names]
     print(json.dumps({entry.name: compile_entry(entry, target) for entry in entries}))

@@ -39,7 +39,7 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, batch_size, num_d
     check_against_reference("block_mass", *case, inv_temperature=1.25)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("num_drafted", DRAFT_LENGTHS)

@@ -66,3 +66,7 @@ def test_noise_costs_at_most_half_of_philox(compiled):
     lanes = 64 * 4
     assert (large["valu"] - small["valu"]) / ((4096 - 2048) / lanes) <= 40
     assert (large["quarter_rate"] - small["quarter_rate"]) / ((4096 - 2048) / lanes) <= 2
+
+
+def test_the_table_in_the_documents_is_that_of_the_golden_numbers():
+    assert kernel_aot.table() in kernel_aot.DOCUMENT.read_text(), "python tests/kernel_aot.py --table"

@@ -60,7 +60,7 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, filters, dtype):
     check(logits, inv_temperature=1.0 / 0.7, **FILTERS[filters], **noise_arguments(1))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_the_kernel_gives_what_the_reference_gives_for_every_filter(vocab_size, filters):

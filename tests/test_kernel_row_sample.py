@@ -42,6 +42,8 @@ INVERSE_TEMPERATURE = 1.0 / 0.7
 def check(logits: torch.Tensor, method: str, **options) -> None:
     """The kernel's tokens, log-sum-exps and statuses are the reference's up to fp32 rounding."""
     config = options.pop("config", None) or config_for(logits.shape[-1])
+    # numpy adds up a block's masses one after another, up to block 2^-24 off; a sixteenth of that is far from chance.
+    tolerance = max(2e-5, config.block * 2.0**-28) if method == "inverse_cdf" else 2e-5
     found = row_sample(logits, method, with_lse=True, config=config, **options)
     for b in range(len(logits)):  # row by row: fp64 noise of a batch takes gigabytes
         own = {name: value[b : b + 1] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
@@ -53,7 +55,7 @@ def check(logits: torch.Tensor, method: str, **options) -> None:
         # Another token than the reference's is right only where it is as good up to rounding.
         drawn = token >= 0
         loss = expected.losses[0].gather(-1, token.clamp_min(0)[:, None])[:, 0][drawn]
-        assert bool((loss <= 2e-5).all())
+        assert bool((loss <= tolerance).all())
         assert float((token == expected.token[0]).double().mean()) >= 0.8  # where two are as good
 
 
@@ -66,7 +68,7 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, batch_size, num_d
     check(logits, method, inv_temperature=INVERSE_TEMPERATURE, **noise_arguments(batch_size))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("num_drafted", DRAFT_LENGTHS)
@@ -139,7 +141,7 @@ def test_draws_follow_softmax(method):
 @pytest.mark.parametrize("method", ["gumbel", "inverse_cdf"])
 def test_draws_over_sixty_tokens_in_four_blocks_follow_softmax(method):
     logits = random_logits(60, dtype=torch.float32, spread=1.5)
-    tokens = draws(logits, method, 100, 200).cpu()
+    tokens = draws(logits, method, 40, 100).cpu()
     assert chi_square_p_value(tokens, logits.softmax(dim=-1).cpu()) > SURELY_WRONG
     assert chi_square_p_value(tokens, (0.8 * logits).softmax(dim=-1).cpu()) < SURELY_WRONG
 

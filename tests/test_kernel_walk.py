@@ -95,7 +95,7 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, batch_size, num_d
     check(random_logits(batch_size, num_drafted + 1, vocab_size, dtype=dtype, seed=num_drafted), method, tree)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("num_drafted", DRAFT_LENGTHS)

@@ -316,6 +316,6 @@ def row_partials(
             HAS_SLOTS=slots is not None,
             BLOCK=config.block,
             num_warps=config.num_warps,
-            **launch_options(exact_denormals=method == "greedy"),
+            **launch_options(method == "greedy", config.waves_per_eu),
         )
     return rows, partials, config
