@@ -18,7 +18,7 @@ from hf_specdec.drafters.draft_model.session import DraftModelSession
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
 BATCHES = {"one row": [9], "ragged batch": [9, 4, 6]}
-FIRST, SECOND, THIRD = "cuda:0", "cuda:1", "cuda:2"
+FIRST, SECOND, THIRD = "xpu:0", "xpu:1", "xpu:2"  # no CUDA: kernels would be asked for
 
 
 def split_target(model):
