@@ -136,8 +136,8 @@ def test_greedy_tokens_are_near_the_best_and_counted_where_they_are_not_it(rule)
 def test_distances_are_summed_over_the_tokens_that_reach_the_text(monkeypatch):
     """With TV 1 and KL 2 at every slot the sums count tokens: past a stop nothing is counted, in any row."""
 
-    def constant(draft, scores, rule, noise):
-        verdict = hf_specdec.verification.verify(draft, scores, rule, noise)
+    def constant(draft, scores, rule, noise, kernels):
+        verdict = hf_specdec.verification.verify(draft, scores, rule, noise, kernels)
         ones = torch.ones(verdict.tokens.shape)
         return replace(verdict, tv=ones, kl=2.0 * ones)
 
