@@ -60,8 +60,12 @@ class LenientRule(ABC):
         """[..., V] g."""
 
     def tolerated(self, p: torch.Tensor) -> torch.Tensor:
-        """[..., V] bool, the tokens that greedy decoding may take instead of the best one."""
-        raise NotImplementedError
+        """[..., V] bool, the tokens that greedy decoding may take instead of the best one.
+
+        Raises:
+            ValueError: the rule is for sampling only.
+        """
+        raise ValueError(f"{self!r} is a rule for sampling; greedy decoding takes {GREEDY_RULES}.")
 
     def verify(self, draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
         """Decide a draft; the arguments are those of `verification.verify`."""
@@ -82,8 +86,6 @@ class LenientRule(ABC):
 
     def _verify_greedily(self, draft: Draft, scores: torch.Tensor) -> Verdict:
         """TV counts the tokens other than the best one; KL, infinite for those, is ln(p(best) / p(token)) here."""
-        if not self.serves_greedy:
-            raise ValueError(f"{self!r} is a rule for sampling; greedy decoding takes {GREEDY_RULES}.")
         if draft.parents is not None:
             raise ValueError(f"{self!r} verifies chains; a tree needs `rule='match'`.")
         best, tokens = scores.argmax(dim=-1), draft.tokens.clamp_min(0)
