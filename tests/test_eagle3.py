@@ -185,8 +185,9 @@ def test_the_last_hidden_state_is_read_before_the_final_norm(tmp_path):
 # The text
 
 
-def test_greedy_text_is_the_targets_for_many_random_heads(tmp_path):
-    for seed in range(200):
+@pytest.mark.parametrize("num_heads", [48, pytest.param(200, marks=pytest.mark.slow)])
+def test_greedy_text_is_the_targets_for_many_random_heads(tmp_path, num_heads):
+    for seed in range(num_heads):
         name = TARGETS[seed % len(TARGETS)]
         target = tiny_target(name, seed=seed // len(TARGETS))
         flags = [(), ("norm_output",), ("fc_norm",), ("norm_before_fc", "norm_before_residual")][seed % 4]
