@@ -58,15 +58,16 @@ def test_the_efficiency_benchmark_fills_its_table(monkeypatch):
 
     efficiency = script("benchmarks/efficiency.py")
     monkeypatch.setattr(efficiency, "NEW_TOKENS", 8)
-    monkeypatch.setattr(efficiency, "ROUNDS", 1)
     model, tokenizer = load_small_target(torch.bfloat16)
     drafters = {
         "none": AutoDrafter.for_target(model, "none"),
         "draft model": DraftModelDrafter(efficiency.first_layers(model, 2), num_draft_tokens=2).bind(model),
     }
-    table = efficiency.measure(model, tokenizer("Once upon a time", return_tensors="pt"), drafters)
-    assert table["none"]["tau"] == 1.0
-    for row in table.values():
-        assert row["speed_up"] > 0 and row["share_of_limit"] == pytest.approx(row["speed_up"] / row["limit"])
+    race = efficiency.Race(model, tokenizer("Once upon a time", return_tensors="pt"), drafters)
+    (row, _) = race.measure("short", 1)
+    assert row["drafter"] == "none" and row["tau"] == 1.0 and row["speed_up"] > 0 and row["rounds"] == 1
+    assert row["share_of_limit"] == pytest.approx(row["speed_up"] / row["limit"])
+    rows = race.measure("short", 1)
+    assert [row["rounds"] for row in rows] == [2, 2] == [race.num_rounds] * 2  # the first round still counts
     bad = {"prompt": "code edit", "drafter": "lookup", "speed_up": 1.2, "share_of_limit": 0.5}
     assert len(efficiency.broken_promises([bad])) == 2
