@@ -104,7 +104,7 @@ def test_what_is_written_is_read_again(tmp_path, family):
     published = family()
     target = random_target(published)
     model = AutoDrafter.from_pretrained(write_standalone(tmp_path / "read", published), target=target).model
-    save_mtp(tmp_path / "written", model, torch.float32)
+    save_mtp(tmp_path / "written", model, dtype=torch.float32)
     assert AutoDrafter.detect(tmp_path / "written").method == "mtp"
     drafter = AutoDrafter.from_pretrained(tmp_path / "written", target=target)
     assert errors(drafter, target, published) < 1e-4

@@ -293,7 +293,7 @@ def test_a_layer_that_learnt_is_read_back_and_drafts(tmp_path, target):
             optimizer.zero_grad()
             training(batch).loss.backward()
             optimizer.step()
-        save_mtp(tmp_path / str(steps), training.model, torch.float32)
+        save_mtp(tmp_path / str(steps), training.model, dtype=torch.float32)
         drafter = AutoDrafter.from_pretrained(tmp_path / str(steps), target=target, num_draft_tokens=3)
         assert torch.equal(target.generate(ids, **options, assistant_model=drafter), expected)
         accepted.append(drafter.last_stats.mean_accepted_length)

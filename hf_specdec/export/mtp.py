@@ -11,12 +11,15 @@ from safetensors.torch import save_file
 from ..drafters.mtp.modeling import MtpModel
 
 
-def save_mtp(folder: Path, model: MtpModel, dtype: torch.dtype = torch.bfloat16) -> None:
+def save_mtp(
+    folder: Path, model: MtpModel, target_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Write config.json and model.safetensors.
 
     Args:
         folder: where; made if it is not there.
         model: the layers.
+        target_ids: [Vd] ids of the tokens to draft, ascending; None for all.
         dtype: of the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -24,6 +27,9 @@ def save_mtp(folder: Path, model: MtpModel, dtype: torch.dtype = torch.bfloat16)
         "model." + model.published_name(name): tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in model.state_dict().items()
     }
+    if target_ids is not None:
+        ids = target_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))  # offsets, as EAGLE-3 heads have them
     fields = {
         "architectures": ["MtpDraftModel"],
         "model_type": "mtp",

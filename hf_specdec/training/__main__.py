@@ -132,7 +132,7 @@ def _train(
     if isinstance(module, eagle3.Eagle3Training):
         save_eagle3(chosen.out, module.model, drafted)
     elif isinstance(module, mtp.MtpTraining):
-        save_mtp(chosen.out, module.model)
+        save_mtp(chosen.out, module.model, None if options.drafts_all else drafted)
     else:
         save_block_drafter(chosen.out, module.model, module.lm_head, drafted, _public_name(chosen.target))
     record = {

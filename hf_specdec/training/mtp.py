@@ -5,9 +5,8 @@ text's token i + 1 + s and a state, at depth 0 the target's after token i, later
 s - 1. It learns what the target says after that token. Row i sees the rows up to i at depth 0, where the target has
 been, and itself at the depths since.
 
-It drafts over the target's whole vocabulary and its output head is the target's. The loss reads a part of that head:
-the tokens that answers use most, and others drawn anew for each batch, each of which stands for many. So no token's
-score can drift.
+Its output head is the target's, over the whole vocabulary, of which it may draft a part. The loss reads the tokens that
+answers use most, and others drawn anew for each batch, each of which stands for many. So no token's score can drift.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ class MtpOptions:
         num_frequent: tokens that are in every loss: the most frequent ones of the answers.
         num_negatives: other tokens in the loss of a batch, drawn anew each time.
         text_labels: learn the text's tokens, as DeepSeek-V3 does, instead of the target's law after each.
+        drafts_all: draft every token, not only the frequent ones, whose part of the output head costs less to read.
     """
 
     num_steps: int = 3
@@ -46,6 +46,7 @@ class MtpOptions:
     num_frequent: int = 8192
     num_negatives: int = 2048
     text_labels: bool = False
+    drafts_all: bool = False
 
 
 class MtpTraining(nn.Module):

@@ -37,6 +37,28 @@ def head_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
     return head(on_device_of(head, states.to(dtype)))
 
 
+def part_of_head(head: nn.Module, ids: torch.Tensor) -> nn.Module:
+    """An output head for tokens `ids` [Vd] alone, with a copy of their rows.
+
+    Raises:
+        ValueError: the head's weights cannot be taken apart.
+    """
+    bias: Any = getattr(head, "bias", None)
+    with present_weight(head) as weight:
+        is_plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype in _PLAIN
+        if not is_plain or hasattr(head, "base_layer"):
+            raise ValueError(
+                "`draft_vocab` takes a part of the output head, and this one is quantised or has an adapter; leave it "
+                "at None."
+            )
+        rows = weight.detach()[ids.to(weight.device)]
+    part = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+    part.weight = nn.Parameter(rows, requires_grad=False)
+    if bias is not None:
+        part.bias = nn.Parameter(bias.detach()[ids.to(bias.device)], requires_grad=False)
+    return part
+
+
 def on_device_of(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where the module's weight is; a module whose weight is offloaded fetches its inputs itself."""
     weight: Any = module.weight

@@ -1,9 +1,39 @@
-"""Logits of a drafter over the target's vocabulary."""
+"""Drafters that draft a part of the target's vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F
+
+
+def checked_draft_vocab(draft_vocab: int | Sequence[int] | torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[Vd] ascending ids of the tokens that may be drafted.
+
+    Args:
+        draft_vocab: the ids, or how many of the lowest ones, which tokenizers give to the commonest pieces.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(draft_vocab, int) and not isinstance(draft_vocab, bool) and 0 < draft_vocab <= vocab_size:
+        return torch.arange(draft_vocab)
+    if isinstance(draft_vocab, Sequence | torch.Tensor) and not isinstance(draft_vocab, str):
+        try:
+            ids = torch.as_tensor(draft_vocab)
+        except (TypeError, ValueError, RuntimeError):
+            ids = torch.empty(0)
+        if ids.dim() == 1 and len(ids) and not ids.is_floating_point() and ids.dtype != torch.bool:
+            ids = ids.cpu().long().unique()
+            if int(ids[0]) >= 0 and int(ids[-1]) < vocab_size:
+                return ids
+    shown = repr(draft_vocab)
+    raise ValueError(
+        f"`draft_vocab` is {shown if len(shown) <= 40 else shown[:37] + '...'}; it is a number of tokens or their ids, "
+        f"of the target's {vocab_size}."
+    )
 
 
 def over_target_vocabulary(

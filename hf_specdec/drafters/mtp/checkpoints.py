@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from ...decoding.placement import input_device, present_weight
 from ..auto import DrafterFormat, Repository
 from ..base import Drafter, check_decoder_only
-from ..common.checkpoints import compare, read_tensors
+from ..common.checkpoints import compare, read_tensors, target_ids_of
+from ..common.vocabulary import checked_draft_vocab
 from .conversion import converted, dequantised
 from .families import FAMILIES, MtpFamily, family_of, without_outer
 from .modeling import MtpModel, num_blocks
@@ -29,7 +31,8 @@ def detect(repository: Repository) -> DrafterFormat | None:
     """By tensors: MTP layers of a known family, and no other layer beside them."""
     if repository.tensors is None:
         return None
-    family = next((family for family in FAMILIES if family.fills(repository.tensors)), None)
+    names = repository.tensors - {"d2t", "t2d"}  # which tokens they draft
+    family = next((family for family in FAMILIES if family.fills(names)), None)
     if family is None:
         return None
     reason = "tensors are those of MTP layers, without a target"
@@ -37,7 +40,13 @@ def detect(repository: Repository) -> DrafterFormat | None:
 
 
 def load(
-    repository: Repository, *, target: PreTrainedModel, dtype: torch.dtype, device: torch.device | str, **overrides: Any
+    repository: Repository,
+    *,
+    target: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    draft_vocab: int | Sequence[int] | torch.Tensor | None = None,
+    **overrides: Any,
 ) -> MtpDrafter:
     """Read a repository that holds MTP layers only.
 
@@ -45,6 +54,8 @@ def load(
         repository: the folder.
         target: the model that they were trained for.
         dtype, device: of the weights.
+        draft_vocab: the tokens to draft, as ids or how many of the lowest ones; by default those that d2t names, a
+            tensor as EAGLE-3 heads have it, or all.
         overrides: fields of SpecConfig.
 
     Raises:
@@ -52,7 +63,12 @@ def load(
     """
     check_decoder_only(target, MtpDrafter.method)
     MtpDrafter.check_options(**overrides)
+    vocab_size = target.config.get_text_config().vocab_size
     tensors = read_tensors(repository)
+    size = tensors["d2t"].numel() if "d2t" in tensors else vocab_size
+    target_ids = target_ids_of(repository, tensors, size, vocab_size)
+    if draft_vocab is not None:
+        target_ids = checked_draft_vocab(draft_vocab, vocab_size)
     family = _with_carry(repository, _standalone_family(repository, target, tensors))
     for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
         found, wanted = repository.config.get(name), getattr(target.config.get_text_config(), name)
@@ -62,7 +78,7 @@ def load(
                 "to another target."
             )
     model = build(repository, tensors, family, target, dtype, (repository.config,))
-    return MtpDrafter(model.to(device).eval(), **overrides)
+    return MtpDrafter(model.eval(), target_ids, **overrides).to(device)
 
 
 def load_from_target(
@@ -75,6 +91,7 @@ def load_from_target(
     local_files_only: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    draft_vocab: int | Sequence[int] | torch.Tensor | None = None,
     **overrides: Any,
 ) -> Drafter:
     """The MTP layers in the target's own checkpoint; of its files, only those that hold them are read.
@@ -84,6 +101,7 @@ def load_from_target(
         repository: another checkpoint of it to read from, an unquantised one for instance.
         revision, subfolder, token, local_files_only: as in transformers; the revision by default that of the target.
         dtype, device: of the weights; by default the target's dtype and the device of its last layer.
+        draft_vocab: the tokens to draft, as ids or how many of the lowest ones; all by default.
         overrides: fields of SpecConfig.
 
     Raises:
@@ -100,6 +118,7 @@ def load_from_target(
             f"`method` is 'mtp' and no MTP layers are known for targets of type {text.model_type!r}; they are for "
             f"{known}."
         )
+    target_ids = None if draft_vocab is None else checked_draft_vocab(draft_vocab, text.vocab_size)
     source = source_of(target, repository, revision, subfolder, token, local_files_only)
     configs = (text, target.config)
     num_layers = _num_layers(source.name, list(source.files), family, target, configs)
@@ -113,7 +132,7 @@ def load_from_target(
     dtype = target.dtype if dtype is None else dtype
     model = build(found, source.read(wanted), family, target, dtype, configs)
     device = _last_device(target) if device is None else device
-    return MtpDrafter(model.to(device).eval(), **overrides).bind(target)
+    return MtpDrafter(model.eval(), target_ids, **overrides).to(device).bind(target)
 
 
 def build(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...verification import Draft, Verdict
 from ..base import Drafter, DraftSession, Signals, TargetSignals
 from ..common.chain import draw_chain
-from ..common.embedding import head_logits, stored_embeddings
+from ..common.embedding import head_logits, part_of_head, stored_embeddings
 from ..common.features import MismatchCheck, TargetFeatures
 from ..common.vocabulary import over_target_vocabulary
 from ..request import DraftRequest
@@ -34,15 +34,20 @@ class MtpDrafter(Drafter):
 
     Args:
         model: the layers.
+        target_ids: [Vd] ids of the tokens that they draft, None for all. Less of the output head is read then, which is
+            most of what a draft costs where the vocabulary is large (FR-Spec, arXiv:2502.14856).
         options: fields of SpecConfig.
     """
 
     method = "mtp"
     default_num_draft_tokens = 3
+    option_names = ("draft_vocab",)
 
-    def __init__(self, model: MtpModel, **options: Any) -> None:
+    def __init__(self, model: MtpModel, target_ids: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.model = model
+        self.target_ids: torch.Tensor | None
+        self.register_buffer("target_ids", target_ids, persistent=False)
         self.default_num_draft_tokens = max(type(self).default_num_draft_tokens, len(model.layers))
 
     @property
@@ -58,6 +63,9 @@ class MtpDrafter(Drafter):
         ):
             if ours != wanted:
                 raise ValueError(f"these MTP layers were made for a {what} of {ours} and the target's is {wanted}.")
+        if self.target_ids is not None:
+            for layer in model.layers:
+                part_of_head(getattr(layer, "lm_head", target.get_output_embeddings()), self.target_ids[:1])
         self._check_runs(target)
 
     @torch.no_grad()
@@ -85,7 +93,12 @@ class MtpSession(DraftSession):
 
     def __init__(self, drafter: MtpDrafter, request: DraftRequest) -> None:
         self.model, self.request, self.rows = drafter.model, request, request.rows
-        self.num_layers = len(self.model.layers)
+        self.num_layers, self.target_ids = len(self.model.layers), drafter.target_ids
+        heads: list[Any] = [getattr(layer, "lm_head", request.head) for layer in self.model.layers]
+        if self.target_ids is not None:
+            parts = {head: part_of_head(head, self.target_ids) for head in heads}
+            heads = [parts[head] for head in heads]
+        self.heads = heads
         norm: Any = self.model.layers[0].hidden_norm
         self.device, self.dtype = norm.weight.device, norm.weight.dtype
         self.padding = (self.rows.lengths - self.rows.positions).to(self.device)
@@ -160,5 +173,5 @@ class MtpSession(DraftSession):
 
     def _scores(self, index: int, normed: torch.Tensor) -> torch.Tensor:
         """[B, m, V] fp32 logits over the target's vocabulary, on the target's device."""
-        head: Any = getattr(self.model.layers[index], "lm_head", self.request.head)
-        return over_target_vocabulary(head_logits(head, normed), None, self.request.vocab_size, self.rows.ids.device)
+        logits = head_logits(self.heads[index], normed)
+        return over_target_vocabulary(logits, self.target_ids, self.request.vocab_size, self.rows.ids.device)
