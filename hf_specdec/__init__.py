@@ -18,6 +18,7 @@ from .config import SpecConfig
 from .drafters import AutoDrafter, Drafter, DrafterFormat
 from .integration import SpecGenerate, enable, install, pipeline, uninstall
 from .metrics import SpecStats
+from .scheduling import SLAController
 
 if TYPE_CHECKING:
     from .tuning import pareto
@@ -27,6 +28,7 @@ __all__ = [
     "AutoDrafter",
     "Drafter",
     "DrafterFormat",
+    "SLAController",
     "SpecConfig",
     "SpecGenerate",
     "SpecStats",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from .scheduling import SLAController
 from .verification.lenient import as_rule, rule_from_dict
 from .verification.lenient_rule import LenientRule
 
@@ -53,8 +54,14 @@ class SpecConfig:
             lets no token be more than 1 / l times as probable as under the target (greedy decoding: no token is less
             than l times as probable as the best one); 1 is `rule="rejection"`. Or one of the rules of
             `hf_specdec.lenient`. None, the default, is the only setting besides their strict ends that is lossless.
+        lenient_between: (start, end), markers between which `lenience` holds, each a token id or a list of them, as for
+            the thinking of a model: `tuple(tokenizer.convert_tokens_to_ids(["<think>", "</think>"]))`. A token is
+            drawn leniently if the last marker before it is the start, the prompt's included; everywhere else the text
+            has the target's law. None: `lenience` holds everywhere.
         effort: passes of the drafter for a draft, with drafters that can take several (diffusion models); others refuse
             any number but 1.
+        controller: chooses effort, lenience and draft length of each round from what past rounds took; leave these
+            options out then. `SpecStats.settings` says how many rounds ran with which.
         tree: tree drafts, which this version does not have yet; anything but None is refused.
     """
 
@@ -63,8 +70,10 @@ class SpecConfig:
     draft_sampling: str = "auto"
     effort: int = 1
     schedule: str | float | None = None
+    controller: SLAController | None = None
     tree: Any = None
     lenience: float | LenientRule | None = None
+    lenient_between: Any = None
     governor: str = "auto"
     kernels: str = "auto"
     seed: int | list[int] | None = None
@@ -88,11 +97,32 @@ class SpecConfig:
                 raise ValueError(
                     f"`{name}` is {getattr(self, name)!r}; this version has no {what} yet, leave it at None."
                 )
+        if self.controller is not None:
+            if not isinstance(self.controller, SLAController):
+                raise ValueError(f"`controller` is a {type(self.controller).__name__}; give an SLAController, or None.")
+            for name, default in (("effort", 1), ("num_draft_tokens", "auto"), ("lenience", None)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"`{name}` is {getattr(self, name)!r} beside a `controller`, which chooses it; leave one of "
+                        "them out."
+                    )
         if self.lenient_rule is not None and self.rule not in ("auto", "rejection"):
+            lenient = f"`lenience` {self.lenience!r}" if self.controller is None else "a `controller` with lenience"
             raise ValueError(
-                f"`rule` is {self.rule!r} beside `lenience` {self.lenience!r}, which verifies by a rule of its own; "
-                "leave one of them out."
+                f"`rule` is {self.rule!r} beside {lenient}, which verifies by a rule of its own; leave one of them out."
             )
+        if self.lenient_between is not None:
+            object.__setattr__(self, "lenient_between", _markers(self.lenient_between))
+            if self.controller is not None:
+                may_lose, without = self.controller.allow_lenience, "a `controller` without `allow_lenience`"
+            else:
+                may_lose = self.lenient_rule is not None and not self.lenient_rule.is_lossless(greedy=False)
+                without = f"`lenience` {self.lenience!r}"
+            if not may_lose:
+                raise ValueError(
+                    f"`lenient_between` is {self.lenient_between!r} beside {without}, which loses nothing; allow a "
+                    "loss, `lenience` below 1 for instance, or leave the markers out."
+                )
         seeds = self.seed if isinstance(self.seed, list) else [self.seed]
         if self.seed is not None and not (seeds and all(map(_is_seed, seeds))):
             raise ValueError(
@@ -101,8 +131,15 @@ class SpecConfig:
 
     @property
     def lenient_rule(self) -> LenientRule | None:
-        """The rule that `lenience` stands for."""
+        """The rule that `lenience` stands for; with a controller the loosest one it may take, None if lossless."""
+        if self.controller is not None and self.controller.levels[-1] < 1.0:
+            return as_rule(self.controller.levels[-1])
         return as_rule(self.lenience)
+
+    @property
+    def most_effort(self) -> int:
+        """`effort`, or the most that a controller may ask for."""
+        return self.effort if self.controller is None else max(setting.effort for setting in self.controller.order)
 
     def with_options(self, **options: Any) -> SpecConfig:
         """A copy with some options changed; unknown names are refused."""
@@ -134,6 +171,29 @@ def check_names(options: Iterable[str], known: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"unknown option {name!r}{hint}; the options are {', '.join(sorted(known))}.")
+
+
+def _markers(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, end) of an option `lenient_between`."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(
+            f"`lenient_between` is {value!r}; give two markers, (start, end), each a token id or a list of them."
+        )
+    start, end = (tuple(marker) if isinstance(marker, list | tuple) else (marker,) for marker in value)
+    for marker, given in zip((start, end), value, strict=True):
+        if not marker or not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in marker
+        ):
+            raise ValueError(
+                f"`lenient_between` has the marker {given!r}; give a token id, as tokenizer.convert_tokens_to_ids "
+                "returns it, or a list of them."
+            )
+    shorter = min(len(start), len(end))
+    if start[-shorter:] == end[-shorter:]:
+        raise ValueError(
+            f"`lenient_between` is {value!r}, and a text could end with both markers at once; give two that end apart."
+        )
+    return start, end
 
 
 def _is_threshold(value: Any) -> bool:

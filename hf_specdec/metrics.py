@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -70,6 +71,7 @@ class SpecStats:
         kernels: the implementation of the verification that ran.
         cache, rollback: how the target's cache holds the rows and forgets rejected tokens.
         seed: the key of the noise (None in greedy decoding).
+        settings: how many rounds ran at which setting of an SLA controller, the prefill left out.
     """
 
     rows: list[RowStats] = field(default_factory=list)
@@ -84,6 +86,7 @@ class SpecStats:
     cache: str = ""
     rollback: str = ""
     seed: int | list[int] | None = None
+    settings: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> RowStats:
@@ -156,6 +159,7 @@ class SpecStats:
             cache=_joined(self.cache, other.cache),
             rollback=_joined(self.rollback, other.rollback),
             seed=self.seed if self.seed == other.seed else None,
+            settings=dict(Counter(self.settings) + Counter(other.settings)),
         )
 
     def __radd__(self, other: Any) -> SpecStats:
@@ -181,6 +185,7 @@ class SpecStats:
             f"rule {self.rule}, {law}, kernels {self.kernels}, "
             f"cache {self.cache}, rollback {self.rollback}\n"
             f"draft {self.draft_time:.2f} s, verify {self.verify_time:.2f} s, host {self.host_time:.2f} s"
+            + "".join(f"\n{count} rounds at {setting}" for setting, count in self.settings.items())
         )
 
 

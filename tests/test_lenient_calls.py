@@ -136,8 +136,8 @@ def test_greedy_tokens_are_near_the_best_and_counted_where_they_are_not_it(rule)
 def test_distances_are_summed_over_the_tokens_that_reach_the_text(monkeypatch):
     """With TV 1 and KL 2 at every slot the sums count tokens: past a stop nothing is counted, in any row."""
 
-    def constant(draft, scores, rule, noise, kernels):
-        verdict = hf_specdec.verification.verify(draft, scores, rule, noise, kernels)
+    def constant(*arguments):
+        verdict = hf_specdec.verification.verify(*arguments)
         ones = torch.ones(verdict.tokens.shape)
         return replace(verdict, tv=ones, kl=2.0 * ones)
 
@@ -206,7 +206,8 @@ def test_measuring_copies_to_the_host_once_at_the_end(options):
     model, inputs = tiny_target("llama"), prompts([6, 4])
     long = model.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
     besides: dict = {}
-    for rule in ({"rule": "rejection"}, {"lenience": 0.5}):
+    markers = {"lenience": 0.5, "lenient_between": (90, [91, 92])}
+    for rule in ({"rule": "rejection"}, {"lenience": 0.5}, markers):
         drafter = ScriptedDrafter(long[:, 6:].tolist(), num_draft_tokens=3, seed=0, **rule).bind(model)
         for new_tokens in (8, 20):
             with CopiesToHost() as copies:
@@ -216,6 +217,7 @@ def test_measuring_copies_to_the_host_once_at_the_end(options):
             besides[(*rule, new_tokens)] = copies.count - drafter.last_stats.num_forwards
     assert besides["rule", 8] == besides["rule", 20]
     assert besides["lenience", 8] == besides["lenience", 20] == besides["rule", 8] + 1
+    assert besides[(*markers, 8)] == besides[(*markers, 20)] == besides["rule", 8] + 1
 
 
 # Options

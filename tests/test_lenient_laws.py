@@ -162,13 +162,13 @@ def expected_law(rule, target: Language, law_of, num_slots: int, num_tokens: int
 
 
 def one_round(rule, target, law_of, num_slots, text, slot=0):
-    """Each text that a round may end with, and its probability."""
+    """Each text that a round may end with, and its probability; `rule` may be a function of the text before a token."""
     p = softmax(target(text))
     q = law_of(text, slot) if slot < num_slots else None
     if q is None:
         yield from ((((*text, x), p[x])) for x in range(len(p)) if p[x] > 0.0)
         return
-    kept, residual = by_hand(rule, p, q)
+    kept, residual = by_hand(rule(text) if callable(rule) else rule, p, q)
     for x in range(len(p)):
         if kept[x] > 0.0:
             for ended, probability in one_round(rule, target, law_of, num_slots, (*text, x), slot + 1):

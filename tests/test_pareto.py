@@ -12,7 +12,7 @@ from test_bad_input import no_forward  # noqa: F401 - a fixture
 from tiny import VOCAB_SIZE, perturbed, tiny_encoder_decoder, tiny_target, tiny_tokenizer
 
 import hf_specdec
-from hf_specdec import AutoDrafter, SpecConfig, cli
+from hf_specdec import AutoDrafter, SLAController, SpecConfig, cli
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.tuning import Limits, measure, pareto, sweep
 from hf_specdec.tuning.measure import log_likelihood, share_matched
@@ -149,6 +149,30 @@ def test_settings_take_turns_and_see_the_same_seeds(tmp_path, counted, monkeypat
     assert all(len(set(order[i : i + 3])) == 3 for i in range(0, len(order), 3))
     assert [repeat for _, _, repeat in counted] == [0] * 6 + [1] * 6
     assert [seed for seed, length in seeds if length == 9][-12:] == [40] * 6 + [41] * 6
+
+
+def test_lenience_for_the_thinking_only_is_swept_and_its_front_steers_a_controller(tmp_path):
+    drafter = near_copy(lenience=0.5, lenient_between=(90, 91))
+    found = measured(tmp_path / "out", drafter, limits=Limits(max_kl=5.0))
+    assert [("between the markers" in point.bound, point.lossless) for point in found.points] == [
+        (point.setting.lenience < 1.0, point.setting.lenience == 1.0) for point in found.points
+    ]
+    for point in found.points:
+        expected = None if point.lossless else ((90,), (91,))
+        assert point.setting.config(drafter.spec_config).lenient_between == expected
+    with pytest.raises(ValueError, match="differs in lenient_between"):
+        measured(tmp_path / "out", near_copy())
+    for allow in (False, True):
+        path = tmp_path / "out" / "pareto.json"
+        controller = SLAController.from_file(path, max_tpot_ms=1e6, allow_lenience=allow)
+        kept = {point.setting for point in found.points if point.lossless or (allow and point in found.front)}
+        assert set(controller.order) == kept
+    drafter = near_copy(controller=controller, lenient_between=(90, 91))
+    ids = torch.tensor([[7, 8, 9]])
+    tiny_target("llama").generate(ids, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert sum(drafter.last_stats.settings.values()) == drafter.last_stats.num_forwards - 1
+    with pytest.raises(ValueError, match="beside a `controller`, which chooses it"):
+        measured(tmp_path / "other", drafter)
 
 
 def test_screening_leaves_out_what_cannot_pay_and_says_so(tmp_path, monkeypatch):

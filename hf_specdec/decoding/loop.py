@@ -12,7 +12,9 @@ from ..drafters.base import DraftSession, Signals
 from ..metrics import SpecStats
 from ..scheduling import Governor, Schedule
 from ..verification import Draft, LenientRule, Noise, RoundNoise, verify
+from .control import Control
 from .divergence import DivergenceSums
+from .markers import Between
 from .outputs import Publisher, Recorder, States
 from .processors import BlockProcessors
 from .rows import Rows
@@ -60,6 +62,8 @@ class Call:
         publisher, recorder: where tokens and scores go.
         completes: whether rows that end before others go on over their padding, as plain decoding does: it shows in
             what is recorded and in the cache.
+        between: where a lenient rule holds, None where it does everywhere.
+        control: chooses effort, length and rule of each round, None where they are the call's.
     """
 
     target: Target
@@ -75,6 +79,8 @@ class Call:
     publisher: Publisher
     recorder: Recorder
     completes: bool
+    between: Between | None = None
+    control: Control | None = None
 
 
 def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
@@ -85,9 +91,9 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         rows: the prompts; holds the texts afterwards.
         stats: filled in.
     """
-    draft, draft_time = Draft.empty(len(rows), rows.ids.device), 0.0
+    draft, draft_time, rule = Draft.empty(len(rows), rows.ids.device), 0.0, call.rule
     divergence = DivergenceSums()
-    started = began = perf_counter()
+    started = began = ended = perf_counter()
     logits, signals = call.target.prefill()
     while True:
         raw_logits = call.recorder.keep_logits(logits)
@@ -95,12 +101,14 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
             rows.place_draft(draft.tokens)
         scores = call.processors(logits, rows.processor_widths(), rows.ids)
         noise = RoundNoise(call.noise, rows.positions, stats.num_forwards) if call.noise else None
-        verdict = verify(draft, scores, call.rule, noise, call.kernels)
+        slots = call.between.slots(draft) if call.between is not None and draft.num_slots > 0 else None
+        verdict = verify(draft, scores, rule, noise, call.kernels, slots)
         judged = [b for b, done in enumerate(rows.finished) if not done]
         starts = rows.lengths
         rows.commit(draft, verdict, call.stops, call.recorder.scores_after(scores, rows))
         divergence.add(verdict, starts, rows.lengths)
-        verify_time = perf_counter() - began
+        before, ended = ended, perf_counter()
+        verify_time = ended - began
         for b in judged:
             stats.rows[b].record(rows.drafted[b], rows.accepted[b], len(rows.emitted[b]))
         stats.num_forwards += 1
@@ -113,6 +121,11 @@ def speculate(call: Call, rows: Rows, stats: SpecStats) -> None:
         if stats.num_forwards > 1:  # the prefill's cost says nothing about a step's
             drafted, accepted = [rows.drafted[b] for b in judged], [rows.accepted[b] for b in judged]
             call.governor.observe(drafted, accepted, draft_time, verify_time)
+        if call.control is not None:
+            emitted = [len(rows.emitted[b]) for b in judged]
+            rule = call.control.next_round(call.session, stats, ended - before, emitted)
+        if call.between is not None:
+            call.between.read(rows)
         budget = row_budgets(rows, call)
         drafting = perf_counter()
         draft = Draft.empty(len(rows), rows.ids.device)
@@ -147,6 +160,8 @@ def run_padding(call: Call, rows: Rows) -> None:
 def row_budgets(rows: Rows, call: Call) -> list[int]:
     """Tokens that each row may draft: the verification itself emits one more before the row's last column."""
     length = 0 if call.processors.stateful else call.governor.next_length()
+    if call.control is not None:
+        length = min(length, call.control.length)
     budgets = []
     for text, earlier, width, done in zip(rows.texts, rows.earlier, rows.widths, rows.finished, strict=True):
         room = 0 if done else call.stops.max_width - width - 1

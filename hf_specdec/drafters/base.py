@@ -30,7 +30,13 @@ class UnfitDraftModel(ValueError):
 
 
 class DraftSession(ABC):
-    """All state of one generate call, caches included."""
+    """All state of one generate call, caches included.
+
+    Attributes:
+        effort: passes for the next draft, with drafters that take effort; the loop may change it between rounds.
+    """
+
+    effort = 1
 
     @abstractmethod
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
@@ -86,10 +92,10 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def _check_effort(cls, config: SpecConfig) -> None:
-        if config.effort != 1 and not cls.takes_effort:
+        if config.most_effort != 1 and not cls.takes_effort:
             raise ValueError(
-                f"`effort` is {config.effort} and a {cls.method!r} drafter cannot spend more passes on a draft; only "
-                "diffusion drafters can, leave it at 1."
+                f"`effort` is {config.most_effort} and a {cls.method!r} drafter cannot spend more passes on a draft; "
+                "only diffusion drafters can, leave it at 1."
             )
 
     @classmethod

@@ -51,6 +51,8 @@ class DrafterCandidates(CandidateGenerator):
             raise ValueError(
                 f"`lenience` is {drafter.spec_config.lenience!r}; transformers' own loop is lossless, leave it at None."
             )
+        if drafter.spec_config.controller is not None:
+            raise ValueError("`controller` has no effect in transformers' own loop; leave it at None.")
         self.num_tokens = num_draft_tokens(drafter, generation_config).first
         self.max_width = generation_config.max_length
         columns = self.max_width + self.num_tokens + 1

@@ -30,7 +30,16 @@ from ..verification import Noise, implementation
 from ..verification.lenient_rule import GREEDY_RULES
 from .caches import check_cache, check_implementation
 from .encoder_decoder import dictionary
-from .options import call_noise, described, num_draft_tokens, resolve, schedule_of, verification_rule
+from .options import (
+    between_of,
+    call_noise,
+    control_of,
+    described,
+    num_draft_tokens,
+    resolve,
+    schedule_of,
+    verification_rule,
+)
 from .own_target import why_not_served
 from .prepared import Prepared
 from .probe import check_ragged
@@ -108,6 +117,13 @@ def check_call(model: PreTrainedModel, drafter: Drafter, mode: str, config: Gene
     lenient = drafter.spec_config.lenient_rule
     if lenient is not None and not (config.do_sample or lenient.serves_greedy or lenient.is_lossless(greedy=True)):
         raise ValueError(f"`lenience` is {lenient!r}, a rule for sampling; greedy decoding takes {GREEDY_RULES}.")
+    vocab_size = model.config.get_text_config().vocab_size
+    for marker in drafter.spec_config.lenient_between or ():
+        if max(marker) >= vocab_size:
+            raise ValueError(
+                f"`lenient_between` has token {max(marker)} and {type(model).__name__} a vocabulary of {vocab_size}; "
+                "take the ids of this model's tokenizer."
+            )
     num_draft_tokens(drafter, config)
 
 
@@ -178,7 +194,7 @@ def generate(prepared: Prepared) -> Generated:
     noise, seed = call_noise(config, prepared.config, input_ids)
     stats = SpecStats(
         rows=[RowStats() for _ in range(batch_size)],
-        **described(rule, greedy=noise is None),
+        **described(drafter, prepared.config),
         kernels=kernels,
         cache=target.cache,
         rollback=target.rollback,
@@ -200,6 +216,8 @@ def generate(prepared: Prepared) -> Generated:
         publisher=Publisher(prepared.streamer, rows),
         recorder=recorder,
         completes=completes,
+        between=between_of(drafter, batch_size),
+        control=control_of(drafter, config),
     )
     try:
         speculate(call, rows, stats)

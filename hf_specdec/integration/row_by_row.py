@@ -7,6 +7,7 @@ in ways of their own see what they would have seen in the batch.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,9 @@ from .generate import Generated, check_inputs, draft_request, output_of, stops_o
 from .images import IMAGE_LAYER_INPUTS, features_of_row, fill_placeholders, image_layers, why_images_not_served
 from .options import (
     DraftLengths,
+    between_of,
     call_noise,
+    control_of,
     described,
     num_draft_tokens,
     resolve,
@@ -60,7 +63,7 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
     encoded = from_encoder(one_row(prepared, 0).kwargs) if prepared.model.config.is_encoder_decoder else {}
     rollback = rollback_of(prepared.model, encoded)
     noise, seed = call_noise(config, prepared.config, prepared.input_ids)
-    about = described(rule, greedy=noise is None)
+    about = described(prepared.drafter, prepared.config)
     stats = SpecStats(**about, kernels=kernels, cache=OwnTarget.cache, rollback=rollback, seed=seed)
     done: list[tuple[Call, Rows]] = []
     for b in range(batch_size):
@@ -77,6 +80,7 @@ def generate_row_by_row(prepared: Prepared) -> Generated:
         stats.rows += row_stats.rows
         for name in ("num_forwards", "draft_time", "verify_time", "host_time"):
             setattr(stats, name, getattr(stats, name) + getattr(row_stats, name))
+        stats.settings = dict(Counter(stats.settings) + Counter(row_stats.settings))
         done.append((call, rows))
         if batch_size > 1 and not call.recorder.wanted:
             target.drop()  # nothing is run again
@@ -136,6 +140,8 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, kernels: str, no
         publisher=Publisher(row.streamer, rows),
         recorder=Recorder(row.returned),
         completes=False,
+        between=between_of(row.drafter, 1),
+        control=control_of(row.drafter, config),
     )
     return call, rows
 

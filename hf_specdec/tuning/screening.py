@@ -51,8 +51,10 @@ class Screen(LenientRule):
     def kept(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return torch.minimum(p, q)
 
-    def verify(self, draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
-        """The verdict of the lossless rule."""
+    def verify(
+        self, draft: Draft, scores: torch.Tensor, noise: RoundNoise | None, slots: torch.Tensor | None = None
+    ) -> Verdict:
+        """The verdict of the lossless rule; a rule that is confined to some slots is screened as if it were not."""
         if draft.num_slots > 0:
             for sums, rule in zip(self.sums.unbind(dim=1), self.rules, strict=True):
                 if noise is None:

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..config import SpecConfig
 from ..drafters.base import Drafter
-
-
-class Setting(NamedTuple):
-    """One combination. A draft length of 0 is decoding without drafts, the base of all speed-ups."""
-
-    effort: int
-    lenience: float
-    num_draft_tokens: int
-
-    @property
-    def key(self) -> str:
-        """Names it in files and tables."""
-        return f"effort {self.effort}, lenience {self.lenience:g}, {self.num_draft_tokens} tokens"
-
-    def config(self, base: SpecConfig, seed: int | None = None) -> SpecConfig:
-        """The options of a drafter that is to run so. Sampling, lenience 1 is the rule "rejection"."""
-        return base.with_options(**self._asdict(), rule="auto", governor="off", seed=seed)
-
+from ..scheduling.sla import Setting
 
 WITHOUT_DRAFTS = Setting(1, 1.0, 0)
 

@@ -258,6 +258,7 @@ def _asked(
         "drafter_options": {name: value for name, value in options.items() if isinstance(value, int | float | str)},
         "draft_sampling": drafter.spec_config.draft_sampling,
         "schedule": drafter.spec_config.schedule,
+        "lenient_between": drafter.spec_config.lenient_between,
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],

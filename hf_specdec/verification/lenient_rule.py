@@ -12,6 +12,9 @@ from p. g(x) = r(x) = 0 where p(x) = 0: what a processor forbids (a grammar, top
 
 Greedy decoding has no law to keep. There some rules accept a drafted token that is nearly as probable as the best one,
 and emit the best one after a rejection.
+
+A round may confine a rule to some of its slots. At the others g = min(p, q) and r = p - g, which is `rejection`, and
+greedy decoding takes the best token.
 """
 
 from __future__ import annotations
@@ -67,24 +70,41 @@ class LenientRule(ABC):
         """
         raise ValueError(f"{self!r} is a rule for sampling; greedy decoding takes {GREEDY_RULES}.")
 
-    def verify(self, draft: Draft, scores: torch.Tensor, noise: RoundNoise | None) -> Verdict:
+    def verify(
+        self, draft: Draft, scores: torch.Tensor, noise: RoundNoise | None, slots: torch.Tensor | None = None
+    ) -> Verdict:
         """Decide a draft; the arguments are those of `verification.verify`."""
         if noise is None:
-            return self._verify_greedily(draft, scores)
+            return self._verify_greedily(draft, scores, slots)
         scores = check_draws(draft, scores, self, noise)
         tokens, vocab_size = draft.tokens.clamp_min(0).unsqueeze(-1), scores.shape[-1]
         p = scores[:, :-1].softmax(dim=-1)
         q = law_over_vocabulary(draft.law, draft.tokens, vocab_size, p.dtype)
-        kept, residual = self.measures(p, q)
+        kept, residual = self._measures_at(slots, p, q)
         g_drafted, q_drafted = (measure.gather(-1, tokens).squeeze(-1) for measure in (kept, q))
         accepted = within(draft) & noise.accepts(g_drafted, q_drafted)
         num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
-        decided = self.measures(*decided_laws(draft, scores, num_accepted))[1] if draft.num_slots > 0 else None
+        decided, here = None, slots
+        if draft.num_slots > 0:
+            if slots is not None:
+                here = slots.gather(1, num_accepted.clamp_max(draft.num_slots - 1)[:, None])[:, 0]
+            decided = self._measures_at(here, *decided_laws(draft, scores, num_accepted))[1]
         verdict = emit(draft, scores, num_accepted, decided, noise)
+        may_lose = within(draft) if slots is None else within(draft) & slots
         measured = tv_and_kl(emitted_law(kept, residual), p)
-        return _with_distances(verdict, [distance.masked_fill(~within(draft), 0.0) for distance in measured])
+        return _with_distances(verdict, [distance.masked_fill(~may_lose, 0.0) for distance in measured])
 
-    def _verify_greedily(self, draft: Draft, scores: torch.Tensor) -> Verdict:
+    def _measures_at(
+        self, slots: torch.Tensor | None, p: torch.Tensor, q: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`measures` where `slots` [...] is True, and everywhere where it is None; elsewhere those of `rejection`."""
+        kept, residual = self.measures(p, q)
+        if slots is None:
+            return kept, residual
+        slots, strict = slots.unsqueeze(-1), torch.minimum(p, q)
+        return torch.where(slots, kept, strict), torch.where(slots, residual, p - strict)
+
+    def _verify_greedily(self, draft: Draft, scores: torch.Tensor, slots: torch.Tensor | None) -> Verdict:
         """TV counts the tokens other than the best one; KL, infinite for those, is ln(p(best) / p(token)) here."""
         if draft.parents is not None:
             raise ValueError(f"{self!r} verifies chains; a tree needs `rule='match'`.")
@@ -92,7 +112,8 @@ class LenientRule(ABC):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         p = scores[:, :-1].softmax(dim=-1)
         other = tokens != best[:, :-1]
-        accepted = within(draft) & (~other | self.tolerated(p).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+        tolerated = self.tolerated(p).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        accepted = within(draft) & (~other | (tolerated if slots is None else tolerated & slots))
         num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
         is_drafted = pad(torch.arange(draft.num_slots, device=tokens.device) < num_accepted[:, None], (0, 1))
         emitted = torch.where(is_drafted, pad(tokens, (0, 1)), best)

@@ -93,7 +93,12 @@ RULES: dict[str, Callable[..., Verdict]] = {
 
 
 def verify(
-    draft: Draft, target_logits: torch.Tensor, rule: str | LenientRule, noise: RoundNoise | None, kernels: str = "torch"
+    draft: Draft,
+    target_logits: torch.Tensor,
+    rule: str | LenientRule,
+    noise: RoundNoise | None,
+    kernels: str = "torch",
+    slots: torch.Tensor | None = None,
 ) -> Verdict:
     """Decide a draft by a rule.
 
@@ -103,12 +108,13 @@ def verify(
         rule: "match", "coupled", "rejection" or "block", which are lossless, or a lenient rule.
         noise: the round's noise; None decodes greedily (`match`, `coupled` and some lenient rules only).
         kernels: "torch", or "triton" where `implementation` says so.
+        slots: [B, n] bool, the slots where a lenient rule may lose anything; None where it may everywhere.
 
     Raises:
         ValueError: the rule cannot do what it promises for this draft.
     """
     if not isinstance(rule, str):
-        return rule.verify(draft, target_logits, noise)
+        return rule.verify(draft, target_logits, noise, slots)
     if rule not in RULES:
         raise ValueError(f"`rule` is {rule!r}; it must be one of {', '.join(map(repr, RULES))}.")
     if rule in ("rejection", "block"):

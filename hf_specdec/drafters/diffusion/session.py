@@ -27,7 +27,7 @@ class DiffusionSession(DraftSession):
 
     def __init__(self, canvases: Canvases | GemmaCanvases, request: DraftRequest, order: Order, resample: bool) -> None:
         self.canvases, self.request, self.rows = canvases, request, request.rows
-        self.order, self.resample = order, resample
+        self.order, self.resample, self.effort = order, resample, request.config.effort
 
     def propose(self, budget: Sequence[int], verification: int) -> Draft:
         request, rows, num_slots = self.request, self.rows, max(budget)
@@ -52,7 +52,7 @@ class DiffusionSession(DraftSession):
             return noise.choose(TARGET if shared else DRAFT, scores, slot)
 
         stages, num_stages = self.canvases.begin(num_slots)
-        found = reveal(stages, num_stages, config.effort, self.order, self.canvases.run, process, draw, self.resample)
+        found = reveal(stages, num_stages, self.effort, self.order, self.canvases.run, process, draw, self.resample)
         tokens = found.tokens.masked_fill(torch.arange(num_slots, device=lengths.device) >= lengths[:, None], -1)
         if not draws:
             return Draft(tokens, lengths, OneHot())
