@@ -31,6 +31,7 @@ from mtp_others import (
 )
 from mtp_published import Published
 from mtp_qwen import exaone4_5, exaone_moe, mellum, qwen3_5, qwen3_5_moe, qwen3_5_vl, qwen3_next
+from mtp_streams import deepseek_v4, qwen4_exp, qwen4_exp_vl
 from safetensors.torch import load_file, save_file
 from tiny import randomise
 from transformers import PreTrainedModel
@@ -63,6 +64,9 @@ FAMILIES: dict[str, Callable[[], Published]] = {
         inkling_without_norm,
         mimo_v2_flash,
         longcat_flash,
+        deepseek_v4,
+        qwen4_exp,
+        qwen4_exp_vl,
     )
 }
 # Of targets that are published without MTP layers, or whose class is not in transformers.

@@ -117,7 +117,16 @@ def step3p7() -> Published:
             else:
                 parts = {name: tensor}
             tensors |= under(prefix + infix, parts)
-    return Published(config, layers, tensors, carry="raw", window=8, kind=sliding, auto=AutoModelForImageTextToText)
+    return Published(
+        config,
+        layers,
+        tensors,
+        carry="raw",
+        target_state="raw",
+        window=8,
+        kind=sliding,
+        auto=AutoModelForImageTextToText,
+    )
 
 
 def inkling(chain_norm: bool = True) -> Published:

@@ -1,5 +1,6 @@
 """What the fixtures of MTP families have in common: layers with drawn weights, and names that several share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -34,11 +35,13 @@ class Layer:
             "final" there is no such norm.
         projection: [H, 2 H].
         blocks: the target's decoder layers.
+        join: [n, S H] streams -> [n, H] the state that the final norm takes; None where there is one stream.
     """
 
     norms: dict[str, torch.Tensor]
     projection: torch.Tensor
     blocks: list[nn.Module]
+    join: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass
@@ -50,24 +53,30 @@ class Published:
         layers: the MTP layers.
         tensors: the same by their published names.
         carry: "normed" or "raw".
+        target_state: the same of what the first layer reads.
         hidden_first: order of the projection.
         chained: whether each layer reads the states of the one before it, otherwise those of the target.
         window: tokens that each layer attends over, None for all.
         kind: kind of the layers for a rotary embedding that takes one.
         auto: class that makes the target.
         divisor: what the output head's input is divided by.
+        num_streams: S, states that make up one token's.
+        streams_apart: whether decoder layers take them along an axis of their own.
     """
 
     config: PreTrainedConfig
     layers: list[Layer]
     tensors: dict[str, torch.Tensor]
     carry: str = "normed"
+    target_state: str = "normed"
     hidden_first: bool = False
     chained: bool = True
     window: int | None = None
     kind: str | None = None
     auto: Any = AutoModelForCausalLM
     divisor: float = 1.0
+    num_streams: int = 1
+    streams_apart: bool = False
 
 
 def random_layer(seed: int, blocks: list[nn.Module], final: bool = True) -> Layer:

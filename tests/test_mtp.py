@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mtp_formats import FAMILIES, deepseek_v3, inkling, nemotron_h, write_target
+from mtp_formats import FAMILIES, deepseek_v3, deepseek_v4, inkling, nemotron_h, write_target
 from mtp_reference import Reference
 from mtp_rounds import WatchedSession, rounds_of
 from test_eagle3 import largest_error
@@ -55,36 +55,39 @@ def test_greedy_text_is_plain_at_every_draft_length(target_of, family):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_the_formulas_after_every_rejection(target_of, family, batch):
-    target = target_of(family)
+    target, lengths = target_of(family), BATCHES[batch]
+    if family == "deepseek_v4":  # whose own cache takes padding for text
+        lengths = lengths[:1] * len(lengths)
     drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
-    rounds = rounds_of(drafter, target, prompts(BATCHES[batch]), max_new_tokens=20, eos_token_id=None)
+    rounds = rounds_of(drafter, target, prompts(lengths), max_new_tokens=20, eos_token_id=None)
     assert largest_error(rounds, Reference(published(family), target)) < CLOSE
     assert 0.2 < drafter.last_stats.acceptance_rate < 0.8, "drafts should be accepted in part"
 
 
-@pytest.mark.parametrize("variant", ["other carry", "other order", "target's raw state", "token of the state"])
+@pytest.mark.parametrize("variant", ["other carry", "other order", "target's other state", "token of the state"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_tells_each_mistake_apart(target_of, family, variant):
     """Negative control of the test above; a wrong carry leaves the first token of each draft as it was."""
-    target = target_of(family)
+    target, layers = target_of(family), published(family)
+    if variant == "other carry" and layers.num_streams == 1 and "final" not in layers.layers[0].norms:
+        pytest.skip("without a final norm there is one state to carry")
     drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
     rounds = rounds_of(drafter, target, prompts([9]), max_new_tokens=20, eos_token_id=None)
-    if variant == "other carry" and "final" not in published(family).layers[0].norms:
-        pytest.skip("without a final norm there is one state to carry")
-    assert largest_error(rounds, Reference(published(family), target, variant)) > FAR
+    assert largest_error(rounds, Reference(layers, target, variant)) > FAR
     if variant == "other carry":
         firsts = [(texts, finished, scores[:, :1], tokens[:, :1]) for texts, finished, scores, tokens in rounds]
-        assert largest_error(firsts, Reference(published(family), target, variant)) < CLOSE
+        assert largest_error(firsts, Reference(layers, target, variant)) < CLOSE
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "qwen4_exp"])
 def test_sparse_attention_sees_the_keys_it_chooses(target_of, family):
     """Negative control: a reference that attends to every key differs."""
     target = target_of(family)
     drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
     rounds = rounds_of(drafter, target, prompts([9]), max_new_tokens=20, eos_token_id=None)
     reference = Reference(published(family), target)
-    reference.blocks[0][0].self_attn.indexer.index_topk = 999
+    indexer = reference.blocks[0][0].self_attn.indexer
+    indexer.index_topk = indexer.block_topk = indexer.token_budget = 999
     assert largest_error(rounds, reference) > FAR
 
 
@@ -105,7 +108,7 @@ def test_a_row_may_ask_for_the_targets_state_before_its_final_norm(target_of):
     drafter = AutoDrafter.for_target(target, "mtp", num_draft_tokens=4)
     drafter.model.family = replace(drafter.model.family, target_state="raw")
     rounds = rounds_of(drafter, target, prompts([9, 4]), max_new_tokens=20, eos_token_id=None)
-    assert largest_error(rounds, Reference(published("deepseek_v3"), target, "target's raw state")) < CLOSE
+    assert largest_error(rounds, Reference(published("deepseek_v3"), target, "target's other state")) < CLOSE
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +167,10 @@ def test_an_entry_that_held_a_rejected_token_is_run_again(several, monkeypatch):
     assert largest_error(rounds, Reference(layers, target)) > FAR
 
 
-@pytest.mark.parametrize("family", [nemotron_h, inkling])
+@pytest.mark.parametrize("family", [nemotron_h, inkling, deepseek_v4])
 def test_several_layers_of_several_parts_forget_what_was_rejected(tmp_path, family, monkeypatch):
-    """Blocks of two decoder layers each, and convolutions, with drafts shorter and longer than the layers."""
-    layers = family(num_layers=2) if family is nemotron_h else family()
+    """Blocks of two decoder layers each, convolutions and streams; drafts shorter and longer than the layers."""
+    layers = family() if family is inkling else family(num_layers=2)
     target = layers.auto.from_pretrained(write_target(tmp_path, layers))
     lengths = itertools.cycle([4, 1, 0, 5, 2, 1, 1, 3])
     monkeypatch.setattr(Governor, "next_length", lambda self: next(lengths))

@@ -9,9 +9,11 @@ from mtp_formats import (
     FAMILIES,
     STANDALONE,
     deepseek_v3,
+    deepseek_v4,
     llama,
     mimo_v2_flash,
     qwen3_5,
+    qwen4_exp,
     random_target,
     write_standalone,
     write_target,
@@ -99,7 +101,7 @@ def test_an_embedding_and_a_head_of_their_own_are_used_and_copies_are_not_kept(t
     assert largest_error(rounds_of(drafter, target, prompts([9]), **CHAIN), reference) < 1e-4
 
 
-@pytest.mark.parametrize("family", [llama, deepseek_v3, qwen3_5])
+@pytest.mark.parametrize("family", [llama, deepseek_v3, qwen3_5, deepseek_v4, qwen4_exp])
 def test_what_is_written_is_read_again(tmp_path, family):
     published = family()
     target = random_target(published)
@@ -124,8 +126,7 @@ def test_a_standalone_repository_may_name_its_carry(tmp_path):
 
 
 def test_a_whole_model_with_mtp_layers_is_no_standalone_repository(tmp_path):
-    folder = write_target(tmp_path, deepseek_v3())
-    assert AutoDrafter.detect(folder).method == "draft_model"
+    assert AutoDrafter.detect(write_target(tmp_path, deepseek_v3())).method == "draft_model"
 
 
 def promising(folder: Path, drop: str) -> Path:
@@ -209,67 +210,20 @@ def test_from_the_hub_only_the_index_and_those_shards_are_asked_for(tmp_path, mo
     assert {revision for _, _, revision, _, _ in asked} == {"main"}
 
 
-def as_fp8(tensor: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp8 weight, scale of each block) of a weight, rows and columns need not be multiples of the block."""
-    rows, columns = tensor.shape
-    scale = torch.empty(-(-rows // block), -(-columns // block))
-    weight = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
-            scale[i, j] = tensor[part].abs().max() / 448
-            weight[part] = (tensor[part] / scale[i, j]).to(torch.float8_e4m3fn)
-    return weight, scale
-
-
-@pytest.mark.parametrize("block", [128, 24])
-def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path, block):
-    published = deepseek_v3()
-    exact = AutoModelForCausalLM.from_pretrained(write_target(tmp_path / "exact", published))
-    expected = AutoDrafter.for_target(exact, "mtp").state_dict()
-    packed = {}
-    for name, tensor in published.tensors.items():
-        packed[name] = tensor
-        if tensor.dim() == 2 and "gate.weight" not in name:
-            packed[name], packed[name + "_scale_inv"] = as_fp8(tensor, block)
-            packed[name.removesuffix("weight") + "input_scale"] = torch.ones(())  # of activations: not asked for
-    published.tensors = packed
-    exact.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [block, block]}
-    write_target(tmp_path / "fp8", published)
-    found = AutoDrafter.for_target(exact, "mtp", repository=tmp_path / "fp8").state_dict()
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        scale = expected[name].abs().max()
-        assert torch.allclose(tensor, expected[name], atol=float(scale) / 14), name
-        assert tensor.dtype == torch.float32
-
-
-def test_scales_of_other_blocks_are_refused(tmp_path):
-    published = deepseek_v3()
-    target = AutoModelForCausalLM.from_pretrained(write_target(tmp_path / "exact", published))
-    name = "model.layers.3.eh_proj.weight"
-    published.tensors[name], published.tensors[name + "_scale_inv"] = as_fp8(published.tensors[name], 24)
-    write_target(tmp_path / "fp8", published)
-    with pytest.raises(ValueError, match=r"scale of shape \[3, 6\] for .*eh_proj.* blocks of \[128, 128\]"):
-        AutoDrafter.for_target(target, "mtp", repository=tmp_path / "fp8")
-
-
-def test_packed_weights_are_refused_by_name(tmp_path):
-    published = deepseek_v3()
-    target = AutoModelForCausalLM.from_pretrained(write_target(tmp_path / "exact", published))
-    published.tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 64, dtype=torch.int32)
-    write_target(tmp_path / "packed", published)
-    with pytest.raises(ValueError, match=r"holds model.layers.3.eh_proj.weight as torch.int32; .* repository="):
-        AutoDrafter.for_target(target, "mtp", repository=tmp_path / "packed")
-
-
-def test_weights_take_the_targets_dtype_and_routers_stay_exact(tmp_path):
-    folder = write_target(tmp_path, deepseek_v3())
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", [deepseek_v3, deepseek_v4, qwen4_exp])
+def test_weights_take_the_dtypes_of_the_targets_own(tmp_path, family):
+    published = family()
+    target = published.auto.from_pretrained(write_target(tmp_path, published), dtype=torch.bfloat16)
     drafter = AutoDrafter.for_target(target, "mtp")
-    dtypes = {name: tensor.dtype for name, tensor in drafter.state_dict().items()}
-    assert dtypes["model.layers.0.projection.weight"] == torch.bfloat16
-    assert dtypes["model.layers.0.blocks.0.mlp.gate.weight"] == torch.float32
+    decoder, layer = target.get_decoder(), drafter.model.layers[0]
+    theirs = {name: tensor.dtype for own in decoder.layers for name, tensor in own.state_dict().items()}
+    ours = {name: tensor.dtype for name, tensor in layer.blocks[0].state_dict().items()}
+    assert ours == {name: theirs[name] for name in ours}
+    assert {torch.bfloat16, torch.float32} == set(ours.values()) or family is qwen4_exp
+    for name in ("hc_head", "hyper_connection_mixer"):
+        if (head := getattr(layer, name, None)) is not None:
+            found = {key: tensor.dtype for key, tensor in getattr(decoder, name).state_dict().items()}
+            assert {key: tensor.dtype for key, tensor in head.state_dict().items()} == found
     inputs = prompts([6])
     assert speculative(target, inputs, drafter, **CHAIN).shape == plain(target, inputs, **CHAIN).shape
 

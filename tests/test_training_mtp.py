@@ -81,7 +81,7 @@ def test_every_row_and_depth_is_what_drafting_computes_there(training, target):
     assert largest_error(training, target, random_text(12)) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["other carry", "other order", "token of the state", "target's raw state"])
+@pytest.mark.parametrize("variant", ["other carry", "other order", "token of the state", "target's other state"])
 def test_another_recurrence_would_show(training, target, variant):
     """Negative control."""
     assert largest_error(training, target, random_text(12), variant) > 1e-2

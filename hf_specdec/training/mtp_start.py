@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..drafters.mtp.families import family_of
-from ..drafters.mtp.modeling import MtpModel, final_norm_of
+from ..drafters.mtp.layers import final_norm_of
+from ..drafters.mtp.modeling import MtpModel
 from .batches import Batch
 
 _RIDGE = 1e-2
@@ -24,9 +25,15 @@ def check_attends(target: PreTrainedModel) -> None:
     """Refuse a target whose last layer is not one that a training-time test can unroll.
 
     Raises:
-        ValueError: it is no attention layer, or is not where it is looked for.
+        ValueError: it is no attention layer, has several residual streams, or is not where it is looked for.
     """
-    layers = getattr(target.get_decoder(), "layers", None)
+    decoder = target.get_decoder()
+    if hasattr(decoder, "hc_head") or hasattr(decoder, "hyper_connection_mixer"):
+        raise ValueError(
+            f"target: the layers of {type(target).__name__} pass on several residual streams (hyper-connections), of "
+            "which no MTP layer is made; take a drafter that needs no training, 'lookup' for instance."
+        )
+    layers = getattr(decoder, "layers", None)
     if layers is None or not hasattr(layers[-1], "self_attn"):
         raise ValueError(
             f"target: the last layer of {type(target).__name__} is no attention layer under the names that most "

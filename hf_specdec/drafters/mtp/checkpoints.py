@@ -18,11 +18,13 @@ from ..common.vocabulary import checked_draft_vocab
 from .conversion import converted, dequantised
 from .families import FAMILIES, MtpFamily, family_of, without_outer
 from .modeling import MtpModel, num_blocks
+from .refusals import NOT_SERVED
 from .session import MtpDrafter
 from .source import source_of
 
 # What engines leave beside weights: positions that are computed anew, scales of activations and of caches.
 _IGNORED = ("rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
+_OF_DSPARK = ".main_proj."  # DeepSeek-V4-Flash-0731 calls its drafter's layers as others call MTP layers
 _FAMILY_FIELD = "mtp_family"  # in config.json of a standalone repository, where names leave it open
 _CARRY_FIELD = "mtp_carry"  # there, too, for layers that were trained on another state than their family's
 
@@ -112,6 +114,11 @@ def load_from_target(
     MtpDrafter.check_options(**overrides)
     text = target.config.get_text_config()
     family = family_of(text.model_type)
+    if text.model_type in NOT_SERVED:
+        raise ValueError(
+            f"`method` is 'mtp' and targets of type {text.model_type!r} are not served: {NOT_SERVED[text.model_type]}. "
+            "Take another drafter; AutoDrafter.for_target(model, 'lookup') needs no weights."
+        )
     if family is None:
         known = ", ".join(model_type for row in FAMILIES for model_type in row.model_types)
         raise ValueError(
@@ -124,6 +131,11 @@ def load_from_target(
     num_layers = _num_layers(source.name, list(source.files), family, target, configs)
     prefixes = _all_prefixes(family, target, num_layers)
     wanted = [name for name in source.files if any(without_outer(name).startswith(old) for old, _ in prefixes)]
+    if name := next((name for name in wanted if _OF_DSPARK in name), None):
+        raise ValueError(
+            f"`method` is 'mtp' and {source.name} has a DSpark drafter ({name}) in the place of MTP layers, which is "
+            "not read from there. Name a repository that has them: for_target(model, 'mtp', repository=...)."
+        )
     found = Repository(
         Path(source.name),
         config={"quantization_config": getattr(target.config, "quantization_config", None)},
@@ -234,6 +246,11 @@ def _with_carry(repository: Repository, family: MtpFamily) -> MtpFamily:
     carry = repository.config.get(_CARRY_FIELD, family.carry)
     if carry not in ("raw", "normed"):
         raise ValueError(f"config.json in {repository.path} has {_CARRY_FIELD} {carry!r}; it is 'raw' or 'normed'.")
+    if family.streams is not None and carry != "raw":
+        raise ValueError(
+            f"config.json in {repository.path} has {_CARRY_FIELD} {carry!r}; layers of {family.name} pass on the "
+            "streams as they are, so it is 'raw'."
+        )
     return replace(family, carry=carry)
 
 

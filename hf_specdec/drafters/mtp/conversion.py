@@ -17,19 +17,22 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 
 from .families import without_outer
 
-_SCALES = ("_scale_inv", "_scale")  # multiply the weight in spite of the first one's name
+# What a weight's name ends in and its scale's in the place of that; they multiply it in spite of the first one's name.
+_SCALES = (("", "_scale_inv"), ("", "_scale"), ("weight", "scale"))
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _USUAL_BLOCK = (128, 128)  # DeepSeek-V3's
+_FP4_BLOCK = (1, 32)  # of the OCP microscaling formats, as DeepSeek-V4's experts are packed
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by its lower three bits; the fourth is the sign
 
 
 def dequantised(
     tensors: dict[str, torch.Tensor], quantisation: Any, dtype: torch.dtype, where: str
 ) -> dict[str, torch.Tensor]:
-    """The tensors with fp8 weights multiplied out, those in `dtype`.
+    """The tensors with fp8 weights, and fp4 ones packed by two in a byte, multiplied out: those in `dtype`.
 
     Args:
-        tensors: as published; a scale of X is X_scale_inv or X_scale.
+        tensors: as published; a scale of X is X_scale_inv or X_scale, or of X.weight it is X.scale.
         quantisation: the checkpoint's `quantization_config`, None without one.
         where: of the checkpoint, for messages.
 
@@ -38,31 +41,48 @@ def dequantised(
     """
     size = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
     size = size or getattr(quantisation, "weight_block_size", None) or _USUAL_BLOCK
-    plain, scales = {}, {}
+    plain, scales = dict(tensors), {}
     for name, tensor in tensors.items():
-        suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
-        if suffix is not None and tensors.get(name.removesuffix(suffix), tensor).dtype in _FP8:
-            scales[name.removesuffix(suffix)] = tensor
-        else:
-            plain[name] = tensor
+        for scale in (name.removesuffix(old) + new for old, new in _SCALES if name.endswith(old)):
+            if scale in plain and (tensor.dtype in _FP8 or _is_fp4(tensor, tensors[scale])):
+                scales[name] = plain.pop(scale)
     for name, tensor in plain.items():
-        if tensor.dtype in _FP8 and name in scales:
-            plain[name] = _multiplied(name, tensor, scales[name], tuple(size), where).to(dtype)
+        if name in scales and tensor.dtype in _FP8:
+            plain[name] = _multiplied(name, tensor.float(), scales[name], tuple(size), where).to(dtype)
+        elif name in scales:
+            plain[name] = _multiplied(name, _unpacked(tensor), scales[name], _FP4_BLOCK, where).to(dtype)
         elif tensor.dtype not in _PLAIN:
             lack = " without a scale" if tensor.dtype in _FP8 else ""
             raise ValueError(
-                f"{where} holds {name} as {tensor.dtype}{lack}; MTP layers are read from plain weights and from fp8 "
-                "with block scales. Take an unquantised repository: "
+                f"{where} holds {name} as {tensor.dtype}{lack}; MTP layers are read from plain weights, from fp8 and "
+                "from fp4 with block scales. Take an unquantised repository: "
                 "AutoDrafter.for_target(model, 'mtp', repository=...)."
             )
     return plain
 
 
+def _is_fp4(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether bytes are pairs of fp4 numbers, with an exponent for each block of them."""
+    return (
+        weight.dtype in (torch.int8, torch.uint8)
+        and scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
+        and weight.dim() == scale.dim() == 2
+        and 2 * weight.shape[1] == _FP4_BLOCK[1] * scale.shape[1]
+    )
+
+
+def _unpacked(weight: torch.Tensor) -> torch.Tensor:
+    """[rows, 2 n] fp32 numbers of bytes [rows, n], each with the first one in its lower half."""
+    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)], device=weight.device)
+    pairs = weight.view(torch.uint8).int()
+    return numbers[torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)]
+
+
 def _multiplied(
     name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], where: str
 ) -> torch.Tensor:
-    """An fp8 weight [..., rows, columns] times a scale for each block, row, column or tensor."""
-    scale = scale.float()
+    """A weight [..., rows, columns] in fp32 times a scale for each block, row, column or tensor."""
+    scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
     if scale.numel() > 1:
         if scale.dim() == 1:
             scale = scale[:, None]
@@ -76,7 +96,7 @@ def _multiplied(
                     f"blocks of {list(block)} do not explain."
                 )
             scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, length)
-    return weight.float() * scale
+    return weight * scale
 
 
 def converted(

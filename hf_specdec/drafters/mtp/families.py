@@ -1,11 +1,8 @@
 """How families of models publish their multi-token prediction (MTP) layers: one row each.
 
 A layer is  block(projection([embedding_norm(embedding), hidden_norm(state)])).  The block is one or several of the
-target's own decoder layers; rows say what the tensors are called (tensor_names.py) and where families differ. Sources:
-the loading code of vLLM (`vllm/model_executor/models/*_mtp.py`, `vllm/models/*/mtp.py`) and the checkpoints' indices;
-for layers that are not chained SGLang (`multi_layer_eagle_worker_v2.py`). DeepSeek's layers were trained on the
-target's normed states and draft best from normed ones of their own (vLLM 45895 and 47448, ROCm/ATOM 1764, transformers'
-own MtpModel).
+target's own decoder layers; rows say what the tensors are called (tensor_names.py) and where families differ.
+docs/mtp.md names the source of each row.
 """
 
 from __future__ import annotations
@@ -19,6 +16,22 @@ from . import tensor_names
 
 _OUTER = ("model.", "language_model.")  # what composite models put in front of the names of their text part
 _EMBEDDING, _HEAD = "embed_tokens.", "lm_head."
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The several residual streams of a target with hyper-connections: its MTP layers read and pass on all of them.
+
+    Args:
+        count_field: config field with their number.
+        head: the target's module that makes one state of them; each MTP layer has one of its own.
+        apart: whether a decoder layer takes them along an axis of their own and the hidden norm is one over each;
+            otherwise they lie side by side, and the norm is one over all of them.
+    """
+
+    count_field: str
+    head: str
+    apart: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,9 @@ class MtpFamily:
         divisor_field: config field with a number that the output head's input is divided by.
         plain_layers: a block is attention and an MLP of the target's classes, each behind a norm, where the target's
             layers have more to them: two of each with experts beside them, or hyper-connections.
+        streams: of a target whose MTP layers have its hyper-connections, too. The state is then what the target's last
+            layer gives, and the projection is one of the embedding and one of each stream, added.
+        keys_rotate: rotary embeddings are wanted of every key, those of the entries behind them.
     """
 
     name: str
@@ -62,6 +78,12 @@ class MtpFamily:
     blocks_field: str | None = None
     divisor_field: str | None = None
     plain_layers: bool = False
+    streams: Streams | None = None
+    keys_rotate: bool = False
+
+    def num_streams(self, config: Any) -> int:
+        """States that make up one token's, 1 where the target has no hyper-connections."""
+        return 1 if self.streams is None else getattr(config, self.streams.count_field)
 
     def num_layers(self, *configs: Any) -> tuple[int, str] | None:
         """(number of MTP layers, the field that says so); None where no config does."""
@@ -183,6 +205,7 @@ FAMILIES: tuple[MtpFamily, ...] = (
         ("step3p5",),
         tensor_names.STEP,
         carry="raw",
+        target_state="raw",
         # The lists of the published config are cut to the target's layers; of the MTP layers' entries all are zero.
         entries=(("swiglu_limits", None), ("swiglu_limits_shared", None)),
     ),
@@ -214,6 +237,27 @@ FAMILIES: tuple[MtpFamily, ...] = (
         plain_layers=True,
     ),
     MtpFamily("bailing_hybrid", ("bailing_hybrid",), tensor_names.FINAL, entries=(("layer_types", "full_attention"),)),
+    MtpFamily(
+        "deepseek_v4",
+        ("deepseek_v4",),
+        tensor_names.DEEPSEEK_V4,
+        carry="raw",
+        target_state="raw",
+        entries=(("layer_types", "sliding_attention"), ("mlp_layer_types", "moe")),
+        streams=Streams("hc_mult", "hc_head", apart=True),
+    ),
+    MtpFamily(
+        "qwen4_exp",
+        ("qwen4_exp_text",),
+        tensor_names.QWEN4,
+        count_fields=("mtp_num_hidden_layers",),
+        final_norm=False,  # the head of the streams has one
+        carry="raw",
+        target_state="raw",
+        entries=(("layer_types", "indexed_attention"),),
+        streams=Streams("hc_count", "hyper_connection_mixer", apart=False),
+        keys_rotate=True,
+    ),
 )
 
 

@@ -7,6 +7,11 @@ one goes on with its own states.
     x = projection([embedding_norm(embedding), hidden_norm(state)])
     out = block(x)                      one or several of the target's own decoder layers
     logits = head(final_norm(out))      the next state is out, or final_norm(out)
+
+Of a target with hyper-connections, state and x are several streams (DeepSeek-V4; Qwen3.8-Flash-Next):
+
+    x[s] = embedding_projection(embedding_norm(embedding)) + projection(hidden_norm(state)[s])
+    logits = head(final_norm(join(block(x))))      the next state is block(x)
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .families import MtpFamily
+from .layers import MtpLayer, StreamsLayer, final_norm_of
 
 
 class MtpModel(nn.Module):
@@ -52,14 +58,16 @@ class MtpModel(nn.Module):
             )
         self.family, self.first_layer, self.num_target_layers = family, text.num_hidden_layers, len(decoder.layers)
         self.hidden_size, self.vocab_size = text.hidden_size, text.vocab_size
+        self.state_size = self.hidden_size * family.num_streams(text)
         self.num_blocks = num_blocks(text, family)
         self.divisor: float | None = getattr(text, family.divisor_field) if family.divisor_field else None
         self.num_cached = self.first_layer + num_layers * self.num_blocks
         self.config = extended_config(text, family, num_layers)
         if not decoder._supports_sdpa:
             self.config._attn_implementation = "eager"
+        kind = MtpLayer if family.streams is None else StreamsLayer
         self.layers = nn.ModuleList(
-            MtpLayer(decoder, self.config, family, self.first_layer + i * self.num_blocks, self.num_blocks)
+            kind(decoder, self.config, family, self.first_layer + i * self.num_blocks, self.num_blocks)
             for i in range(num_layers)
         )
         for layer in self.layers:
@@ -72,6 +80,12 @@ class MtpModel(nn.Module):
             with torch.device("cpu"):  # no weight fills this in where the rest is built on the meta device
                 self.rotary = type(rotary)(text)
             self.rotary_takes_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
+
+    @property
+    def reference(self) -> torch.Tensor:
+        """A weight that has the device and the dtype of the layers; norms may be kept in another one."""
+        layer: Any = self.layers[0]
+        return layer.projection.weight
 
     def window(self, index: int) -> int | None:
         """Tokens that layer `index` attends over, None for all."""
@@ -96,12 +110,12 @@ class MtpModel(nn.Module):
         mask: torch.Tensor,
         cache: Cache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([B, m, H] what the output head reads, [B, m, H] the states for the next layer).
+        """([B, m, H] what the output head reads, [B, m, S] the states for the next layer).
 
         Args:
             index: of the layer.
             embedded: [B, m, H] embeddings of the entries' tokens.
-            states: [B, m, H] of the target or of the layer before.
+            states: [B, m, S] of the target or of the layer before, S being `state_size`.
             positions: [B, m].
             mask: [B, 1, m, keys] what each entry sees, boolean or additive as the attention takes it.
             cache: holds the keys and values of earlier entries; None where the entries are all there are.
@@ -109,74 +123,30 @@ class MtpModel(nn.Module):
         layer: Any = self.layers[index]
         inputs = {"attention_mask": mask, "position_ids": positions, "cache": cache}
         if self.rotary is not None:
-            kind = {"layer_type": self.config.layer_types[layer.first_block]} if self.rotary_takes_kind else {}
-            inputs["position_embeddings"] = self.rotary(embedded, positions, **kind)
+            rotated = _with_keys(positions, cache) if self.family.keys_rotate else positions
+            inputs["position_embeddings"] = self._rotations(embedded, rotated, layer.first_block)
         output = layer(embedded, states, **inputs)
-        normed = layer.final_norm(output)
+        normed = layer.final_norm(layer.joined(output))
         carried = normed if self.family.carry == "normed" else output
         return (normed if self.divisor is None else normed / self.divisor), carried
 
-
-class MtpLayer(nn.Module):
-    """One layer.
-
-    Args:
-        decoder: the target's.
-        config: its config, with entries for the MTP layers' decoder layers behind its own.
-        family: the row.
-        first_block, num_blocks: numbers of this layer's decoder layers.
-    """
-
-    def __init__(
-        self, decoder: Any, config: PreTrainedConfig, family: MtpFamily, first_block: int, num_blocks: int
-    ) -> None:
-        super().__init__()
-        size, last = config.hidden_size, decoder.layers[-1]
-        self.hidden_first, self.first_block = family.hidden_first, first_block
-        norm = final_norm_of(decoder)
-        assert norm is not None
-        self.embedding_norm, self.hidden_norm = norm_like(norm, size), norm_like(norm, size)
-        self.projection = nn.Linear(2 * size, size, bias=False)
-        numbers = range(first_block, first_block + num_blocks)
-        self.blocks = nn.ModuleList(
-            PlainLayer(last, config, number) if family.plain_layers else type(last)(config, number)
-            for number in numbers
-        )
-        flag = family.final_norm
-        has_final_norm = getattr(config, flag) if isinstance(flag, str) else flag
-        self.final_norm = norm_like(norm, size) if has_final_norm else nn.Identity()
-        self.takes = [_keyword_names(block) for block in self.blocks]
-
-    def forward(self, embedded: torch.Tensor, states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """[B, m, H] the last block's output; `inputs` are those of the target's decoder layers."""
-        parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
-        states = self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
-        for block, takes in zip(self.blocks, self.takes, strict=True):
-            output = block(states, **{name: value for name, value in inputs.items() if takes is None or name in takes})
-            states = output[0] if isinstance(output, tuple) else output
-        return states
+    def _rotations(self, embedded: torch.Tensor, positions: torch.Tensor, block: int) -> Any:
+        """Rotary embeddings of positions [B, n] as decoder layer `block` takes them."""
+        if not self.rotary_takes_kind:
+            return self.rotary(embedded, positions)
+        kind = self.config.layer_types[block]
+        if kind in (kinds := getattr(self.rotary, "layer_types", (kind,))):
+            return self.rotary(embedded, positions, layer_type=kind)
+        return {name: self.rotary(embedded, positions, layer_type=name) for name in kinds}  # the layer chooses
 
 
-class PlainLayer(nn.Module):
-    """Attention and an MLP of a target whose own layers have more to them.
-
-    Args:
-        layer: the target's, whose parts' classes are taken, of several like parts those of the first.
-        config: its config.
-        index: number of the attention's place in the cache.
-    """
-
-    def __init__(self, layer: Any, config: PreTrainedConfig, index: int) -> None:
-        super().__init__()
-        mlp = layer.mlps[0] if hasattr(layer, "mlps") else layer.mlp
-        self.self_attn, self.mlp = type(_first(layer.self_attn))(config, index), type(mlp)(config)
-        self.input_layernorm = norm_like(_first(layer.input_layernorm), config.hidden_size)
-        self.post_attention_layernorm = norm_like(_first(layer.post_attention_layernorm), config.hidden_size)
-
-    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """[B, m, H]."""
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **inputs)[0]
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+def _with_keys(positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    """[B, keys + m] positions of a cache's keys, with those of the entries [B, m] behind them."""
+    if cache is None:
+        return torch.cat([positions, positions], dim=1)
+    first = positions[:, -1:] - cache.offsets[:, None] - positions.shape[1] + 1
+    keys = first + torch.arange(cache.view, device=positions.device)
+    return torch.cat([keys.clamp_min(0), positions], dim=1)
 
 
 def num_blocks(config: PreTrainedConfig, family: MtpFamily) -> int:
@@ -206,26 +176,3 @@ def extended_config(config: PreTrainedConfig, family: MtpFamily, num_mtp_layers:
                 overrides[number] = overrides[twin]
     extended._attn_implementation = "eager" if config._attn_implementation == "eager" else "sdpa"
     return extended
-
-
-def final_norm_of(decoder: Any) -> nn.Module | None:
-    """The norm after a target's last layer, None where it has another name than all that are known."""
-    return next((getattr(decoder, name) for name in ("norm", "norm_f") if hasattr(decoder, name)), None)
-
-
-def norm_like(norm: nn.Module, size: int) -> nn.Module:
-    """A new norm of the target's class, which may be zero-centred."""
-    eps = next(getattr(norm, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, name))
-    return type(norm)(size, eps=eps)
-
-
-def _keyword_names(block: nn.Module) -> frozenset[str] | None:
-    """Names that a decoder layer's forward takes; None where it takes any."""
-    parameters = inspect.signature(block.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return frozenset(parameters)
-
-
-def _first(part: Any) -> Any:
-    return part[0] if isinstance(part, nn.ModuleList) else part

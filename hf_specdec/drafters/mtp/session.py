@@ -72,12 +72,12 @@ class MtpDrafter(Drafter):
     def _check_runs(self, target: PreTrainedModel) -> None:
         """Run one entry: some decoder layers need more of their model than masks, positions and a cache."""
         model, layer = self.model, cast(Any, self.model.layers[0])
-        state = layer.hidden_norm.weight.new_zeros(1, 1, model.hidden_size)
-        first = torch.zeros(1, device=state.device, dtype=torch.long)
+        state = model.reference.new_zeros(1, 1, model.state_size)
+        embedded, first = state[..., : model.hidden_size], torch.zeros(1, device=state.device, dtype=torch.long)
         cache = MtpCache(model.num_cached, 1, first)
         cache.place(first, [0], 1)
         try:
-            model.run(0, state, state, first[None], state.new_zeros(1, 1, 1, 1), cache)
+            model.run(0, embedded, state, first[None], state.new_zeros(1, 1, 1, 1), cache)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             raise ValueError(
                 f"MTP layers of {type(target).__name__} are not served: its {type(layer.blocks[0]).__name__} cannot be "
@@ -99,10 +99,9 @@ class MtpSession(DraftSession):
             parts = {head: part_of_head(head, self.target_ids) for head in heads}
             heads = [parts[head] for head in heads]
         self.heads = heads
-        norm: Any = self.model.layers[0].hidden_norm
-        self.device, self.dtype = norm.weight.device, norm.weight.dtype
+        self.device, self.dtype = self.model.reference.device, self.model.reference.dtype
         self.padding = (self.rows.lengths - self.rows.positions).to(self.device)
-        self.features = TargetFeatures(self.rows, self.model.hidden_size, self.device, self.dtype)
+        self.features = TargetFeatures(self.rows, self.model.state_size, self.device, self.dtype)
         self.cache = MtpCache(self.model.num_cached, request.max_columns, self.padding)
         self.slots = torch.arange(0, device=self.device)
         self.mismatch = MismatchCheck(self.rows, _CAUSES)
@@ -110,7 +109,8 @@ class MtpSession(DraftSession):
     def observe(self, signals: Signals | None, verdict: Verdict) -> None:
         assert signals is not None
         is_prefill = self.features.values.shape[1] == 0
-        self.features.add(signals.hidden_states[self.model.num_target_layers].to(self.device, self.dtype))
+        state = signals.hidden_states[self.model.num_target_layers].flatten(2)  # streams may have an axis of their own
+        self.features.add(state.to(self.device, self.dtype))
         if is_prefill:  # columns from before this call have no features
             self.cache.first = self.padding.clamp_min(self.features.first)
         self.mismatch.observe()

@@ -78,3 +78,25 @@ INKLING = (
     ("mtp.layers.{i}.transformer_block.", "blocks.0."),
     ("mtp.chain_norm.", "final_norm."),
 )
+DEEPSEEK_V4 = (
+    ("mtp.{i}.enorm.", "embedding_norm."),
+    ("mtp.{i}.hnorm.", "hidden_norm."),
+    ("mtp.{i}.e_proj.", "embedding_projection."),
+    ("mtp.{i}.h_proj.", "projection."),
+    ("mtp.{i}.norm.", "final_norm."),
+    ("mtp.{i}.hc_head_", "hc_head.hc_"),
+    ("mtp.{i}.emb.tok_emb.", "embed_tokens."),
+    ("mtp.{i}.head.", "lm_head."),
+    ("mtp.{i}.", "blocks.0."),
+)
+QWEN4 = (
+    ("mtp.fc_embedding.", "embedding_projection."),
+    ("mtp.fc_hidden.", "projection."),
+    ("mtp.pre_fc_norm_embedding.", "embedding_norm."),
+    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
+    ("mtp.hyper_connection_mixer.block_inject_weight.", ""),  # training leaves it; nothing is put back into the streams
+    ("mtp.hyper_connection_mixer.", "hyper_connection_mixer."),
+    ("mtp.embed_tokens.", "embed_tokens."),
+    ("mtp.shared_head.head.", "lm_head."),
+    ("mtp.layers.{i}.", "blocks.0."),
+)
