@@ -275,11 +275,11 @@ OPS = [
     DraftOp("walk", "gumbel chain", {"method": "gumbel"}),
     DraftOp("walk", "gumbel tree", {"method": "gumbel"}, tree=True),
     DraftOp("residual", "full", law="full", rows_read=(2, 3)),
-    DraftOp("residual", "one-hot", law="one-hot", rows_read=(1, 2)),
+    DraftOp("residual", "one-hot", law="one-hot", rows_read=(1, 1)),
     DraftOp("residual", "reduced", law="reduced", rows_read=(1.5, 2.5)),
     DraftOp("residual", "candidates", law="candidates", rows_read=(1, 2)),
     DraftOp("block_mass", "full", law="full", rows_read=(4, 1)),
-    DraftOp("block_mass", "one-hot", law="one-hot", rows_read=(1, 2)),
+    DraftOp("block_mass", "one-hot", law="one-hot", rows_read=(1, 1)),
     MoveOp("compact"),
 ]
 

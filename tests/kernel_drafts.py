@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from kernel_cases import DEVICE, config_for, triton
+from kernel_cases import BATCH_SIZES, DEVICE, DRAFT_LENGTHS, VOCAB_SIZES, config_for, triton
 
 from hf_specdec import _kernels as kernels
 from hf_specdec._kernels import Config, DraftLaw, Verified, candidate_positions, reference
-from hf_specdec.verification import DRAFT, Draft, Noise, OneHot, RoundNoise, Sampled, Verdict
+from hf_specdec.verification import Draft, Noise, OneHot, RoundNoise, Sampled, Verdict
 
 LAWS = ("one-hot", "full", "full with lse", "some one-hot", "reduced", "reduced with lse", "candidates",
         "candidates with lse, some one-hot")  # fmt: skip
+
+
+def laws_at(vocab_size: int, batch_size: int, num_drafted: int) -> tuple[str, ...]:
+    """The laws that the grid takes at one size: all, or three beyond the smallest vocabulary.
+
+    These go round: every law meets every vocabulary, and every batch size with every length of a draft. Where nothing
+    was drafted one law is as another.
+    """
+    if num_drafted == 0:
+        return LAWS[:1]
+    if vocab_size == VOCAB_SIZES[0]:
+        return LAWS
+    place = VOCAB_SIZES.index(vocab_size) + BATCH_SIZES.index(batch_size)
+    return tuple(LAWS[(3 * place + DRAFT_LENGTHS.index(num_drafted) + i) % len(LAWS)] for i in range(3))
 
 
 def random_draft(
@@ -38,12 +53,11 @@ def random_draft(
         likeness: how much of the scores is the law's logits, 0 .. 1.
         filtered: the share of tokens without probability.
     """
+    common, own = _normal_twice(batch_size, n + 1, vocab_size, seed)
     generator = torch.Generator().manual_seed(seed)
-    common = spread * torch.randn(batch_size, n + 1, vocab_size, generator=generator)
-    own = spread * torch.randn(batch_size, n + 1, vocab_size, generator=generator)
-    scores = likeness * common + (1.0 - likeness) * own
-    q = common[:, :-1].clone()
-    for weights in (scores, q):
+    scores = spread * (likeness * common + (1.0 - likeness) * own)
+    q = spread * common[:, :-1]
+    for weights in (scores, q) if filtered else ():
         dropped = torch.rand(weights.shape, generator=generator) < filtered
         dropped[..., vocab_size // 2] = False
         weights.masked_fill_(dropped, -torch.inf)
@@ -55,14 +69,17 @@ def random_draft(
         q = q[..., ids]
     elif law.startswith("candidates"):
         num_candidates = min(num_candidates, 20)
-        ids = torch.rand(batch_size, n, vocab_size, generator=generator).argsort(dim=-1)[..., :num_candidates]
+        apart = vocab_size // num_candidates
+        within = torch.randint(apart, (batch_size, n, num_candidates), generator=generator)
+        ids = apart * torch.randperm(num_candidates, generator=generator) + within
         ids[..., 0] = torch.where((ids == vocab_size // 2).any(dim=-1), ids[..., 0], vocab_size // 2)
         q = q.gather(-1, ids)
     positions = torch.zeros(batch_size, dtype=torch.long, device=DEVICE)
     noise = RoundNoise(Noise.from_seed(seed, batch_size, DEVICE), positions, seed % 50)
-    scores, q = scores.to(dtype).to(DEVICE), q.to(dtype).to(DEVICE)
+    scores, q = scores.to(dtype).to(DEVICE), q.to(dtype)
+    drawn = torch.multinomial(q.float().softmax(dim=-1).flatten(0, 1), 1, generator=generator)
+    tokens, q = drawn.view(batch_size, n).to(DEVICE), q.to(DEVICE)
     ids = None if ids is None else ids.to(DEVICE)
-    tokens = noise.choose(DRAFT, q.float())
     tokens = tokens if ids is None else ids.expand(q.shape).gather(-1, tokens[..., None])[..., 0]
     lengths = torch.randint(max(0, n - 2), n + 1, (batch_size,), generator=generator)
     lengths[0] = n
@@ -77,6 +94,12 @@ def random_draft(
         lse=q.float().logsumexp(dim=-1) if "lse" in law else None,
     )
     return Draft(tokens.masked_fill(past[:, 1:], -1), lengths, OneHot() if law == "one-hot" else sampled), scores, noise
+
+
+@functools.lru_cache(maxsize=1)
+def _normal_twice(batch_size: int, m: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """[2, B, m, V] kept, because drafts of every law begin with them and they take longest."""
+    return torch.randn(2, batch_size, m, vocab_size, generator=torch.Generator().manual_seed(1000 + seed))
 
 
 def law_of(draft: Draft, vocab_size: int) -> DraftLaw | None:

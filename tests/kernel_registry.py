@@ -18,7 +18,7 @@ class Entry:
             16 (a pointer's bytes, a stride's elements), or the value of a constant.
         num_warps: warps of a program.
         block: logits that a program reads in one sweep, for counts per logit; 0 where that says nothing.
-        wide_loads: whether every load of logits must be of 128 bits.
+        scalars: where every load of logits must be of 128 bits, how many others there may be: a row's length, key, ...
         exact_denormals: as the launcher passes it to `launch_options`.
     """
 
@@ -28,7 +28,7 @@ class Entry:
     arguments: dict[str, Any]
     num_warps: int
     block: int = 0
-    wide_loads: bool = False
+    scalars: int | None = None
     exact_denormals: bool = False
 
     def kernel(self) -> Any:
@@ -63,7 +63,8 @@ def _row_blocks(name: str, method: int, dtype: str = "bf16", aligned: bool = Tru
     options = {"WITH_LSE": False, "BLOCK": 2048, "num_warps": 4, **options}
     num_warps, block = options.pop("num_warps"), options["BLOCK"]
     arguments = row_arguments(dtype, aligned, method != 0, METHOD=method, **options)
-    return Entry(f"row_blocks {name}", "_row_sample", "row_blocks", arguments, num_warps, block, aligned, method == 0)
+    scalars = 4 if aligned else None
+    return Entry(f"row_blocks {name}", "_row_sample", "row_blocks", arguments, num_warps, block, scalars, method == 0)
 
 
 def _row_merge(name: str, method: int, num_warps: int) -> Entry:
@@ -123,7 +124,7 @@ def _walk_rows(name: str, tree: bool, drawn: bool) -> Entry:
 ENTRIES += [_walk_rows("chain greedy", False, False), _walk_rows("tree gumbel", True, True)]
 
 
-MODES = {"one-hot": 0, "full": 1, "reduced": 2, "candidates": 3}
+MODES = {"full": 0, "reduced": 1, "candidates": 2}
 
 
 def law_arguments(mode: int, flags: bool, lse: bool, aligned: bool = True) -> dict[str, Any]:
@@ -132,9 +133,9 @@ def law_arguments(mode: int, flags: bool, lse: bool, aligned: bool = True) -> di
     return {
         "p_ptr": f"*bf16{by}",
         "inv_temperature": "fp32",
-        "q_ptr": f"*bf16{by}" if mode else None,
-        "positions_ptr": "*i32/16" if mode == 2 else None,
-        "ids_ptr": "*i64/16" if mode == 3 else None,
+        "q_ptr": f"*bf16{by}",
+        "positions_ptr": "*i32/16" if mode == 1 else None,
+        "ids_ptr": "*i64/16" if mode == 2 else None,
         "one_hot_ptr": "*u8" if flags else None,
         "lse_ptr": "*fp32" if lse else None,
         "draft_ptr": "*i64",
@@ -167,27 +168,37 @@ def law_arguments(mode: int, flags: bool, lse: bool, aligned: bool = True) -> di
 def _law_entry(module: str, function: str, variant: str, num_warps: int = 8, block: int = 4096) -> Entry:
     """A variant is a mode, then any of "lse", "flags", "any stride"."""
     arguments = law_arguments(MODES[variant.split()[0]], "flags" in variant, "lse" in variant, "any" not in variant)
-    wide = (function, variant) == ("law_stats", "one-hot")
-    return Entry(f"{function} {variant}", module, function, arguments, num_warps, block, wide)
+    scalars = 5 if (function, variant) == ("law_stats", "full") else None
+    return Entry(f"{function} {variant}", module, function, arguments, num_warps, block, scalars)
 
 
 ENTRIES += [
-    _law_entry("_law", "law_stats", "one-hot"),
+    _law_entry("_law", "law_stats", "full"),
     _law_entry("_law", "law_stats", "full flags"),
     _law_entry("_law", "law_stats", "candidates"),
-    _law_entry("_residual", "residual_blocks", "one-hot"),
     _law_entry("_residual", "residual_blocks", "full"),
     _law_entry("_residual", "residual_blocks", "full lse flags"),
     _law_entry("_residual", "residual_blocks", "full any stride"),
     _law_entry("_residual", "residual_blocks", "reduced"),
     _law_entry("_residual", "residual_blocks", "candidates flags"),
     _law_entry("_residual", "residual_merge", "full", 1, 0),
-    _law_entry("_block_mass", "mass_blocks", "one-hot"),
     _law_entry("_block_mass", "mass_blocks", "full"),
     _law_entry("_block_mass", "mass_blocks", "full lse flags"),
     _law_entry("_block_mass", "mass_blocks", "reduced"),
     _law_entry("_block_mass", "mass_blocks", "candidates flags"),
     _law_entry("_block_mass", "mass_merge", "full", 4, 0),
+]
+
+
+def _one_hot_entry(name: str, num_warps: int, block: int = 0, **constants: Any) -> Entry:
+    arguments = law_arguments(MODES["full"], False, False) | constants
+    return Entry(name, "_one_hot", name.split()[0], arguments, num_warps, block, 5 if block else None)
+
+
+ENTRIES += [
+    _one_hot_entry("one_hot_spans", 8, 4096),
+    _one_hot_entry("one_hot_merge residual", 1, AS_BLOCK=False),
+    _one_hot_entry("one_hot_merge block_mass", 1, AS_BLOCK=True),
 ]
 
 

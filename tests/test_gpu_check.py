@@ -231,3 +231,21 @@ def test_the_hint_of_waves_goes_to_amds_compiler_alone(monkeypatch):
     for hip, hint, expected in (("7.2", 3, 3), ("7.2", 0, None), (None, 3, None)):
         monkeypatch.setattr(torch.version, "hip", hip)
         assert _config.launch_options(True, hint).get("waves_per_eu") == expected
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in kernel_ops.OPS if op.name != "compact"], ids=lambda op: f"{op.name} {op.variant}"
+)
+def test_every_launch_that_reads_all_logits_takes_the_hint_of_its_config(monkeypatch, op):
+    from triton.runtime import interpreter
+
+    hints, launch = [], interpreter.GridExecutor.__call__
+
+    def recording_launch(self, *arguments, **options):
+        hints.append(options.get("waves_per_eu"))
+        return launch(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recording_launch)
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    op.run({**op.arguments(SHAPE.logits(CPU), seed=1), "config": Config(64, 4, waves_per_eu=3)})
+    assert hints == ([3, 3, None] if len(hints) == 3 else [3, None])

@@ -10,6 +10,7 @@ from kernel_drafts import (
     broken_draft,
     check_against_reference,
     law_of,
+    laws_at,
     noise_of,
     random_draft,
     row_of,
@@ -20,7 +21,7 @@ from laws import chain_drafter, chi_square_p_value, constant_language, emitted_t
 
 tl = triton.language
 
-from hf_specdec._kernels import Config, DraftLaw, _block_mass, block_mass, residual  # noqa: E402
+from hf_specdec._kernels import Config, DraftLaw, _block_mass, _one_hot, block_mass, residual  # noqa: E402
 from hf_specdec.verification import Draft, Noise, RoundNoise, verify  # noqa: E402
 
 pytestmark = quietly
@@ -44,8 +45,9 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, batch_size, num_d
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("num_drafted", DRAFT_LENGTHS)
 def test_the_kernel_gives_what_the_reference_gives_at_every_size(vocab_size, batch_size, num_drafted):
-    for i, law in enumerate(LAWS):
-        case = random_draft(law, batch_size, num_drafted, vocab_size, dtype=DTYPES[i % 2], seed=i + num_drafted)
+    for i, law in enumerate(laws_at(vocab_size, batch_size, num_drafted)):
+        dtype = DTYPES[(i + batch_size) % 2]
+        case = random_draft(law, batch_size, num_drafted, vocab_size, dtype=dtype, seed=num_drafted)
         check_against_reference("block_mass", *case)
 
 
@@ -133,14 +135,15 @@ def test_the_capped_ratio_survives_zeros_and_keeps_nan(log_ratios, expected):
 
 
 @interpreted
-def test_a_length_without_probability_never_passes(monkeypatch):
+@pytest.mark.parametrize("law", ["full", "one-hot"])
+def test_a_length_without_probability_never_passes(monkeypatch, law):
     # sgl-project/sglang#35771: with <= a coin of zero accepts what has no probability.
     @triton.jit
     def zeros(keys_ptr, counters_ptr, batch_row, SLOTS: tl.constexpr):
         return tl.zeros([SLOTS], tl.float32)
 
-    monkeypatch.setattr(_block_mass, "coins", zeros)
-    draft, scores, noise = random_draft("full", 4, 2, 50, seed=6)
+    monkeypatch.setattr(_one_hot if law == "one-hot" else _block_mass, "coins", zeros)
+    draft, scores, noise = random_draft(law, 4, 2, 50, seed=6)
     arguments = {"config": Config(64, 1), **noise_of(noise)}
     found = block_mass(scores, draft.tokens, draft.lengths, law_of(draft, 50), **arguments)
     assert torch.equal(found.num_accepted, draft.lengths)  # with such coins all others pass
@@ -192,6 +195,17 @@ def test_three_launches_read_the_rows_twice_and_the_bonus_row_once(law, vocab_si
     assert counts.launches == 3
     p_row, q_row = 2 * vocab_size, 2 * law_.logits.shape[-1]
     bound = 5 * p_row + (4 if law_.lse is None else 2) * q_row  # 3 k + 1 rows, 4 k + 1 without q's normaliser
+    assert 0.98 * bound <= counts.read + counts.written <= 1.1 * bound
+
+
+@interpreted
+@pytest.mark.parametrize("num_drafted", [1, 4])
+def test_a_one_hot_draft_costs_two_launches_that_read_every_row_once(num_drafted, vocab_size=65536):
+    draft, scores, noise = random_draft("one-hot", 1, num_drafted, vocab_size, dtype=torch.bfloat16, seed=3)
+    with counted() as counts:
+        block_mass(scores, draft.tokens, draft.lengths, None, **noise_of(noise))
+    assert counts.launches == 2
+    bound = 2 * scores.numel()  # k + 1 rows
     assert 0.98 * bound <= counts.read + counts.written <= 1.1 * bound
 
 

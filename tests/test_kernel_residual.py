@@ -10,6 +10,7 @@ from kernel_drafts import (
     broken_draft,
     check_against_reference,
     law_of,
+    laws_at,
     noise_of,
     random_draft,
     row_of,
@@ -21,7 +22,7 @@ from laws import chain_drafter, chi_square_p_value, constant_language, emitted_t
 tl = triton.language
 
 from hf_specdec import _kernels as kernels  # noqa: E402
-from hf_specdec._kernels import Config, _draws, _law, _residual, residual  # noqa: E402
+from hf_specdec._kernels import Config, _draws, _law, _one_hot, _residual, residual  # noqa: E402
 from hf_specdec.verification import (  # noqa: E402
     BONUS,
     DRAFT,
@@ -56,8 +57,9 @@ def test_the_kernel_gives_what_the_reference_gives(vocab_size, batch_size, num_d
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("num_drafted", DRAFT_LENGTHS)
 def test_the_kernel_gives_what_the_reference_gives_at_every_size(vocab_size, batch_size, num_drafted):
-    for i, law in enumerate(LAWS):
-        case = random_draft(law, batch_size, num_drafted, vocab_size, dtype=DTYPES[i % 2], seed=i + num_drafted)
+    for i, law in enumerate(laws_at(vocab_size, batch_size, num_drafted)):
+        dtype = DTYPES[(i + batch_size) % 2]
+        case = random_draft(law, batch_size, num_drafted, vocab_size, dtype=dtype, seed=num_drafted)
         check_against_reference("residual", *case)
 
 
@@ -182,7 +184,7 @@ def coins_of_one(keys_ptr, counters_ptr, batch_row, SLOTS: tl.constexpr):
 @pytest.mark.parametrize("law", ["full", "candidates", "one-hot"])
 def test_a_token_without_probability_is_never_accepted(monkeypatch, law):
     # sgl-project/sglang#35771: a coin of zero accepted what has no probability.
-    monkeypatch.setattr(_residual, "coins", coins_of_zero)
+    monkeypatch.setattr(_one_hot if law == "one-hot" else _residual, "coins", coins_of_zero)
     draft, scores, noise = random_draft(law, 4, 2, 50, seed=6)
     found = residual(scores, draft.tokens, draft.lengths, law_of(draft, 50), config=Config(64, 1), **noise_of(noise))
     assert torch.equal(found.num_accepted, draft.lengths)  # with such coins all others are
@@ -204,6 +206,19 @@ def test_where_no_residual_is_left_the_token_is_drawn_from_p(monkeypatch):
     found = residual(scores, tokens, lengths, law_of(draft, 70), config=Config(128, 1), **noise_of(noise))
     assert found.num_accepted.tolist() == [0] * 6
     assert found.tokens[:, 0].tolist() == noise.choose(RESIDUAL, logits)[:, 0].tolist()
+
+
+@interpreted
+def test_where_a_one_hot_draft_has_all_the_probability_nothing_else_is_drawn(monkeypatch):
+    monkeypatch.setattr(_one_hot, "coins", coins_of_one)
+    logits = torch.full((3, 2, 70), -math.inf, device=DEVICE)
+    logits[:, :, 40] = 1.7
+    logits[2, 0, 41] = math.inf
+    tokens, ones = torch.full((3, 1), 40, device=DEVICE), torch.ones(3, dtype=torch.long, device=DEVICE)
+    noise = noise_of(RoundNoise(Noise.from_seed(1, 3, DEVICE), ones, 0))
+    found = residual(logits, tokens, ones, None, inv_temperature=1.0 / 0.7, config=Config(32, 1), **noise)
+    assert found.num_accepted.tolist() == [0, 0, -1]
+    assert found.tokens.tolist() == [[40, -1], [40, -1], [-1, -1]]
 
 
 # Strides, tails, padding
@@ -263,7 +278,7 @@ def test_nothing_past_the_vocabulary_is_ever_chosen(vocab_size):
 @interpreted
 @pytest.mark.parametrize("law", ["one-hot", "full", "full with lse", "reduced with lse", "candidates"])
 @pytest.mark.parametrize("rejected", [False, True])
-def test_three_launches_read_only_the_rows_that_are_needed(law, rejected, vocab_size=65536):
+def test_the_launches_read_only_the_rows_that_are_needed(law, rejected, vocab_size=65536):
     draft, scores, noise = random_draft(law, 1, 2, vocab_size, dtype=torch.bfloat16, seed=3)
     tokens = draft.tokens.clamp_min(0)
     scores.scatter_(-1, torch.nn.functional.pad(tokens, (0, 1))[..., None], -math.inf if rejected else 1e3)
@@ -271,12 +286,12 @@ def test_three_launches_read_only_the_rows_that_are_needed(law, rejected, vocab_
     with counted() as counts:
         found = residual(scores, tokens, draft.lengths, law_, **noise_of(noise))
     assert int(found.num_accepted) == (0 if rejected else 2)
-    assert counts.launches == 3
+    assert counts.launches == (2 if law_ is None else 3)
     p_row = 2 * vocab_size
     q_row = 0 if law_ is None else 2 * law_.logits.shape[-1]
     q_rows = 2 if law_ is not None and (law_.lse is None or law_.ids is not None) else 0
     bound = 3 * p_row + q_rows * q_row  # k + 1 rows of p, and of q without its normaliser
-    if rejected:
+    if rejected and law_ is not None:
         bound += p_row + q_row + (4 * vocab_size if law.startswith("reduced") else 0)
     assert 0.98 * bound <= counts.read + counts.written <= 1.1 * bound
 

@@ -2,32 +2,27 @@
 
 Sun et al. 2024 (arXiv:2403.10444). pi_i is the capped likelihood ratio of the first i drafted tokens, Z_i the mass of
 max(pi_i p_i - q_i, 0). Length i < l passes with probability Z_i / (Z_i + 1 - pi_i), l with pi_l; the longest passing
-one is kept, and the last token drawn from the residual there. Three launches:
+one is kept, and the last token drawn from the residual there. Three launches where some tokens were drawn:
 
 1. `law_stats` of `_law.py` over the rows of p and q; the bonus token is drawn there.
 2. `mass_blocks`, grid (B n, blocks): one block of one row's residual, its mass and its best token at once. That row's
    pi comes from 16 numbers a row of the rows before it.
 3. `mass_merge`, grid (B,): joins the masses, throws the coins, takes the kept row's token.
 
-A row of p or q that is no law ends the block before it, so that getting there is decided without it.
+A row of p or q that is no law ends the block before it, so that getting there is decided without it. Tokens that were
+computed, all of them, take the two launches of `_one_hot.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ._checks import check_verification
 from ._config import Config, launch_options
-from ._draws import (
-    at_slot,
-    coins,
-    draft_state,
-    merge_draws,
-    one_minus_exp,
-    residual_block,
-    store_draws,
-    store_verdict,
-)
+from ._decide import at_slot, coins, draft_state, longest_passing
+from ._draws import merge_draws, residual_block, store_draws, store_verdict
 from ._law import DraftLaw, statistics
+from ._one_hot import verify_one_hot
 from ._walk import Verified
 
 _LARGEST_LOG_RATIO = tl.constexpr(88.0)  # q = 0 at a drafted token: a ratio that fp32 can hold
@@ -182,8 +177,6 @@ def mass_merge(
     length = tl.minimum(tl.load(lengths_ptr + batch_row).to(tl.int32), n)
     log_pi = tl.load(log_pi_ptr + batch_row * n + slots, mask=slots < length, other=0.0)
     reached = tl.minimum(tl.min(tl.where(log_pi != log_pi, slots, SLOTS), axis=0), length)
-    log_pi = tl.where(slots < reached, log_pi, float("-inf"))
-
     mass = tl.zeros([SLOTS], tl.float32)
     inner = slots + 1 < reached
     masses = draws_ptr + (draws_rows.to(tl.int64) * 4 + batch_row * n + 1) * num_blocks
@@ -191,12 +184,7 @@ def mass_merge(
         blocks = start + tl.arange(0, TILE)
         here = inner[:, None] & (blocks < num_blocks)[None, :]
         mass += tl.sum(tl.load(masses + slots[:, None] * num_blocks + blocks[None, :], mask=here, other=0.0), axis=1)
-    # u Z + u (1 - pi) < Z: strictly, and without a division.
-    left = tl.where(log_pi == float("-inf"), 1.0, one_minus_exp(tl.where(log_pi == float("-inf"), -1.0, log_pi)))
-    coin = coins(keys_ptr, counters_ptr, batch_row, SLOTS)
-    passes = (coin * (mass + left) < mass) | (log_pi >= 0.0)
-    passes = tl.where(slots + 1 == reached, coin < tl.exp(log_pi), passes) & (slots < reached)
-    accepted = tl.max(tl.where(passes, slots + 1, 0), axis=0)
+    accepted = longest_passing(coins(keys_ptr, counters_ptr, batch_row, SLOTS), log_pi, mass, reached, SLOTS)
     token = merge_draws(
         stats_ptr,
         draws_ptr,
@@ -229,28 +217,28 @@ def block_mass(
     config: Config | None = None,
 ) -> Verified:
     """Verify a chain as a block; arguments, result and errors are those of `residual`."""
+    check_verification(logits, tokens, lengths, law, keys, counters, inv_temperature)
+    if law is None or tokens.numel() == 0:
+        return verify_one_hot("block_mass", logits, tokens, lengths, keys, counters, inv_temperature, config)
     given = statistics("block_mass", logits, tokens, lengths, law, keys, counters, inv_temperature, config)
     batch_size, n = tokens.shape
     num_accepted = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
     emitted = torch.empty(batch_size, n + 1, dtype=torch.int64, device=logits.device)
-    if batch_size == 0:
-        return Verified(num_accepted, emitted)
     draws = torch.empty(5, batch_size * n, given.grid_blocks, dtype=torch.float32, device=logits.device)
     log_pi = torch.empty(batch_size, n, dtype=torch.float32, device=logits.device)
-    if n:
-        mass_blocks[(batch_size * n, given.grid_blocks)](
-            *given.law,
-            given.stats,
-            draws,
-            log_pi,
-            batch_size,
-            *given.sizes,
-            given.num_blocks,
-            *given.strides,
-            **given.constants,
-            num_warps=given.config.num_warps,
-            **launch_options(exact_denormals=False),
-        )
+    mass_blocks[(batch_size * n, given.grid_blocks)](
+        *given.law,
+        given.stats,
+        draws,
+        log_pi,
+        batch_size,
+        *given.sizes,
+        given.num_blocks,
+        *given.strides,
+        **given.constants,
+        num_warps=given.config.num_warps,
+        **launch_options(False, given.config.waves_per_eu),
+    )
     slots, blocks = given.constants["SLOTS"], triton.next_power_of_2(given.grid_blocks)
     mass_merge[(batch_size,)](
         tokens,

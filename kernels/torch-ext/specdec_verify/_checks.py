@@ -1,6 +1,13 @@
 """What every launcher refuses: shapes, dtypes and values that a kernel would read wrongly."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from ._law import DraftLaw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,3 +86,43 @@ def check_tensor(
         raise ValueError(f"`{name}` is {tensor.dtype} {list(tensor.shape)}; give {wanted}.")
     if (tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1) or tensor.device != device:
         raise ValueError(f"`{name}` must be contiguous along its last dimension and on {device}.")
+
+
+def check_verification(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    law: DraftLaw | None,
+    keys: torch.Tensor,
+    counters: torch.Tensor,
+    inv_temperature: float,
+) -> None:
+    """Refuse what neither `residual` nor `block_mass` serves."""
+    check_rows(logits, inv_temperature, keys, counters, None, 0, drawn=True)
+    check_draft(logits, tokens, lengths)
+    if tokens.shape[1] > 1 << 10:
+        raise ValueError(f"`tokens` has {tokens.shape[1]} slots; noise is keyed by slots below 1024.")
+    if law is not None:
+        check_law(logits, tokens, law)
+
+
+def check_law(logits: torch.Tensor, tokens: torch.Tensor, law: DraftLaw) -> None:
+    """Refuse a law that does not belong to these rows and drafted tokens."""
+    batch_size, n, vocab_size = *tokens.shape, logits.shape[-1]
+    q, device = law.logits, logits.device
+    if q.dim() != 3 or tuple(q.shape[:2]) != (batch_size, n) or not 0 < q.shape[2] <= vocab_size:
+        raise ValueError(f"`law.logits` has shape {tuple(q.shape)}; give [{batch_size}, {n}, C] with C in 1..V.")
+    if q.dtype not in DTYPES or (q.shape[2] > 1 and q.stride(-1) != 1) or q.device != device:
+        raise ValueError("`law.logits` must be float32, bfloat16 or float16, contiguous along C, where `logits` is.")
+    if law.positions is not None and law.ids is not None:
+        raise ValueError("`law` has `positions` and `ids`; give one of them, or none.")
+    if law.positions is None and law.ids is None and q.shape[2] != vocab_size:
+        raise ValueError(f"`law.logits` has {q.shape[2]} candidates of {vocab_size}; say which: `positions` or `ids`.")
+    if law.positions is not None:
+        check_tensor("law.positions", law.positions, (vocab_size,), torch.int32, device)
+    if law.ids is not None:
+        check_tensor("law.ids", law.ids, tuple(q.shape), torch.int64, device)
+    if law.one_hot is not None:
+        check_tensor("law.one_hot", law.one_hot, (batch_size, n), torch.bool, device)
+    if law.lse is not None:
+        check_tensor("law.lse", law.lse, (batch_size, n), torch.float32, device)

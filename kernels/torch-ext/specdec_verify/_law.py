@@ -1,9 +1,9 @@
 """What `residual` and `block_mass` begin with: the draft's law, and the log-sum-exps of p and q.
 
 p is the softmax of the target's scores [B, n + 1, V], q the law of the drafted tokens over C candidates. Candidates are
-reached by index, in one of four modes: none (a one-hot law), the vocabulary itself, a reduced vocabulary (an inverse
-map gives each token's candidate), or candidates that differ by slot (their ids mark the tokens of a block as bits; a
-program of their own reads p at the ids).
+reached by index, in one of three modes: the vocabulary itself, a reduced vocabulary (an inverse map gives each token's
+candidate), or candidates that differ by slot (their ids mark the tokens of a block as bits; a program of their own
+reads p at the ids). A draft that was computed as a whole has no q: that is `_one_hot.py`.
 
 `law_stats` is the first launch of both: maximum and exp-sum of every row that can matter, in at most 16 spans a row,
 because every program of the second launch joins them again. The row after the whole draft draws its bonus token there.
@@ -15,14 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ._checks import DTYPES, check_draft, check_rows, check_tensor
 from ._config import Config, choose, launch_options
 from ._rng import gumbel_pairs, row_key
 from ._row_sample import best_of, exp_sum, load_block
 
 STREAMS = {"accept": 2, "residual": 3, "bonus": 4}
 ACCEPT, RESIDUAL, BONUS = (tl.constexpr(i) for i in STREAMS.values())
-ONE_HOT, FULL, REDUCED, CANDIDATES = (tl.constexpr(i) for i in range(4))
+FULL, REDUCED, CANDIDATES = (tl.constexpr(i) for i in range(3))
 MAX_SPANS = 16
 
 
@@ -59,6 +58,15 @@ def halves(x, SIZE: tl.constexpr):
 
 
 @triton.jit
+def with_block(maximum, total, x):
+    """Maximum and exp-sum of what there was and of a block x; NaN is left out."""
+    x = tl.where(x != x, float("-inf"), x)
+    top = tl.maximum(maximum, tl.max(x, axis=0))
+    moved = tl.exp(maximum - tl.where(tl.abs(top) == float("inf"), 0.0, top))
+    return top, tl.where(maximum == float("-inf"), 0.0, total * moved) + exp_sum(x, top)
+
+
+@triton.jit
 def span_stats(row_ptr, scale, size, first_block, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """Maximum (NaN marks NaN) and exp-sum of SPAN blocks."""
     maximum, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
@@ -66,11 +74,7 @@ def span_stats(row_ptr, scale, size, first_block, SPAN: tl.constexpr, BLOCK: tl.
     for i in range(SPAN):
         x = load_block(row_ptr, first_block + i, size, BLOCK) * scale
         has_nan = tl.maximum(has_nan, tl.max((x != x).to(tl.int32), axis=0))
-        x = tl.where(x != x, float("-inf"), x)
-        top = tl.maximum(maximum, tl.max(x, axis=0))
-        moved = tl.exp(maximum - tl.where(tl.abs(top) == float("inf"), 0.0, top))
-        total = tl.where(maximum == float("-inf"), 0.0, total * moved) + exp_sum(x, top)
-        maximum = top
+        maximum, total = with_block(maximum, total, x)
     return tl.where(has_nan > 0, float("nan"), maximum), total
 
 
@@ -152,7 +156,7 @@ def law_stats(
             best, token = span_choice(row_ptr, inv_temperature, V, k0, k1, stream, counter, span * SPAN, SPAN, BLOCK)
             tl.store(out, best)
             tl.store(out + plane, token.to(tl.float32, bitcast=True))
-    elif MODE != ONE_HOT:
+    else:
         batch_row, slot = (row - batch_size * m) // n, (row - batch_size * m) % n
         wanted = slot < tl.load(lengths_ptr + batch_row)
         if FLAGS:
@@ -175,6 +179,12 @@ def law_stats(
                 tl.store(out + 2 * plane, tl.where(found > 0, logit, float("-inf")))
 
 
+def spans_of(num_blocks: int) -> tuple[int, int]:
+    """Blocks in a span, and spans in a row: at most MAX_SPANS."""
+    span = triton.cdiv(num_blocks, MAX_SPANS)
+    return span, triton.cdiv(num_blocks, span)
+
+
 class Statistics(NamedTuple):
     """The first launch's result, and what the later launches of both rules are given alike."""
 
@@ -192,66 +202,30 @@ class Statistics(NamedTuple):
         return self.stats.shape[-1]
 
 
-def check_law(logits: torch.Tensor, tokens: torch.Tensor, law: DraftLaw) -> None:
-    """Refuse a law that does not belong to these rows and drafted tokens."""
-    batch_size, n, vocab_size = *tokens.shape, logits.shape[-1]
-    q, device = law.logits, logits.device
-    if q.dim() != 3 or tuple(q.shape[:2]) != (batch_size, n) or not 0 < q.shape[2] <= vocab_size:
-        raise ValueError(f"`law.logits` has shape {tuple(q.shape)}; give [{batch_size}, {n}, C] with C in 1..V.")
-    if q.dtype not in DTYPES or (q.shape[2] > 1 and q.stride(-1) != 1) or q.device != device:
-        raise ValueError("`law.logits` must be float32, bfloat16 or float16, contiguous along C, where `logits` is.")
-    if law.positions is not None and law.ids is not None:
-        raise ValueError("`law` has `positions` and `ids`; give one of them, or none.")
-    if law.positions is None and law.ids is None and q.shape[2] != vocab_size:
-        raise ValueError(f"`law.logits` has {q.shape[2]} candidates of {vocab_size}; say which: `positions` or `ids`.")
-    if law.positions is not None:
-        check_tensor("law.positions", law.positions, (vocab_size,), torch.int32, device)
-    if law.ids is not None:
-        check_tensor("law.ids", law.ids, tuple(q.shape), torch.int64, device)
-    if law.one_hot is not None:
-        check_tensor("law.one_hot", law.one_hot, (batch_size, n), torch.bool, device)
-    if law.lse is not None:
-        check_tensor("law.lse", law.lse, (batch_size, n), torch.float32, device)
-
-
 def statistics(
     op: str,
     logits: torch.Tensor,
     tokens: torch.Tensor,
     lengths: torch.Tensor,
-    law: DraftLaw | None,
+    law: DraftLaw,
     keys: torch.Tensor,
     counters: torch.Tensor,
     inv_temperature: float,
     config: Config | None,
 ) -> Statistics:
-    """Check the arguments of `op`, and launch `law_stats`."""
-    check_rows(logits, inv_temperature, keys, counters, None, 0, drawn=True)
-    check_draft(logits, tokens, lengths)
-    batch_size, n = tokens.shape
-    if n > 1 << 10:
-        raise ValueError(f"`tokens` has {n} slots; noise is keyed by slots below 1024.")
-    if law is not None:
-        check_law(logits, tokens, law)
-    if n == 0:
-        law = None
-    vocab_size = logits.shape[-1]
-    mode = ONE_HOT.value
-    if law is not None:
-        mode = (REDUCED if law.positions is not None else FULL if law.ids is None else CANDIDATES).value
-    law = law or DraftLaw(None)  # type: ignore[arg-type]
+    """Launch `law_stats` for `op`, over at least one row of at least one slot."""
+    (batch_size, n), vocab_size, num_candidates = tokens.shape, logits.shape[-1], law.logits.shape[-1]
+    mode = (REDUCED if law.positions is not None else FULL if law.ids is None else CANDIDATES).value
     q, ids, flags, lse = law.logits, law.ids, law.one_hot, law.lse
     config = config or choose(op, batch_size * (n + 1), vocab_size, logits.device)
     num_blocks = triton.cdiv(vocab_size, config.block)
-    span = triton.cdiv(num_blocks, MAX_SPANS)
-    num_spans = triton.cdiv(num_blocks, span)
-    with_q = mode != ONE_HOT.value and (lse is None or mode == CANDIDATES.value)
+    span, num_spans = spans_of(num_blocks)
+    with_q = lse is None or mode == CANDIDATES.value
     rows = batch_size * (2 * n + 1 if with_q else n + 1)
     stats = torch.empty(3, rows, num_spans, dtype=torch.float32, device=logits.device)
-    num_candidates = 0 if q is None else q.shape[-1]
     strides = (
         *logits.stride()[:2],
-        *(q.stride()[:2] if q is not None else (0, 0)),
+        *q.stride()[:2],
         *(ids.stride()[:2] if ids is not None else (0, 0)),
         flags.stride(0) if flags is not None else 0,
         lse.stride(0) if lse is not None else 0,
@@ -259,32 +233,31 @@ def statistics(
     )
     flags = None if flags is None else flags.view(torch.uint8)
     constants = {"FLAGS": flags is not None, "MODE": mode, "BLOCK": config.block}
-    if rows:
-        law_stats[(rows, num_spans)](
-            logits,
-            inv_temperature,
-            q,
-            ids,
-            flags,
-            tokens,
-            lengths,
-            keys,
-            counters,
-            stats,
-            vocab_size,
-            num_candidates,
-            n,
-            batch_size,
-            *strides[:7],
-            strides[8],
-            **constants,
-            SPAN=span,
-            num_warps=config.num_warps,
-            **launch_options(exact_denormals=False),
-        )
+    law_stats[(rows, num_spans)](
+        logits,
+        inv_temperature,
+        q,
+        ids,
+        flags,
+        tokens,
+        lengths,
+        keys,
+        counters,
+        stats,
+        vocab_size,
+        num_candidates,
+        n,
+        batch_size,
+        *strides[:7],
+        strides[8],
+        **constants,
+        SPAN=span,
+        num_warps=config.num_warps,
+        **launch_options(False, config.waves_per_eu),
+    )
     constants |= {
         "HAS_LSE": lse is not None,
-        "SLOTS": max(2, triton.next_power_of_2(n + 1)),
+        "SLOTS": triton.next_power_of_2(n + 1),
         "SPANS": triton.next_power_of_2(num_spans),
         "CHUNK": min(32, max(16, triton.next_power_of_2(num_candidates))),
     }

@@ -1,12 +1,14 @@
 """Verification by rejection, chains: accept d with probability min(1, p(d) / q(d)), else draw from max(p - q, 0).
 
 Leviathan, Kalman, Matias 2023, algorithm 1. scores [B, n + 1, V], drafted tokens [B, n] and their law -> emitted tokens
-and number accepted, in three launches:
+and number accepted, in three launches where some of them were drawn:
 
 1. `law_stats` of `_law.py` over the rows of p and q; the bonus token is drawn there.
 2. `residual_blocks`, grid (B, blocks): every program decides its batch row anew from 16 numbers a row, then draws in
    its block of the one row that was rejected. A batch row without a rejection reads nothing more.
 3. `residual_merge`, grid (B,).
+
+Tokens that were computed, all of them, take the two launches of `_one_hot.py`.
 
 Neither p nor q is ever stored, and q is never spread over the vocabulary. Weights of the residual come from the
 difference of logits, log p + log(1 - exp(log q - log p)), which holds where q is close to p.
@@ -16,9 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ._checks import check_verification
 from ._config import Config, launch_options
-from ._draws import at_slot, coins, draft_state, merge_draws, residual_block, store_draws, store_verdict
+from ._decide import at_slot, coins, draft_state, first_rejected
+from ._draws import merge_draws, residual_block, store_draws, store_verdict
 from ._law import DraftLaw, statistics
+from ._one_hot import verify_one_hot
 from ._walk import Verified
 
 
@@ -93,9 +98,7 @@ def residual_blocks(
         SLOTS,
         SPANS,
     )
-    # u q < p, strictly: what has no probability is never accepted, and NaN is not.
-    accepts = here & (coins(keys_ptr, counters_ptr, batch_row, SLOTS) * tl.exp(-log_ratio) < 1.0)
-    accepted = tl.min(tl.where(accepts, SLOTS, slots), axis=0)
+    accepted = first_rejected(coins(keys_ptr, counters_ptr, batch_row, SLOTS), log_ratio, here, SLOTS)
     if block == 0:
         tl.store(accepted_ptr + batch_row, accepted.to(tl.int64))
     if accepted < length:
@@ -208,12 +211,13 @@ def residual(
     Raises:
         ValueError: an argument has the wrong shape, dtype or value.
     """
+    check_verification(logits, tokens, lengths, law, keys, counters, inv_temperature)
+    if law is None or tokens.numel() == 0:
+        return verify_one_hot("residual", logits, tokens, lengths, keys, counters, inv_temperature, config)
     given = statistics("residual", logits, tokens, lengths, law, keys, counters, inv_temperature, config)
     batch_size, n = tokens.shape
     num_accepted = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
     emitted = torch.empty(batch_size, n + 1, dtype=torch.int64, device=logits.device)
-    if batch_size == 0:
-        return Verified(num_accepted, emitted)
     draws = torch.empty(4, batch_size, given.grid_blocks, dtype=torch.float32, device=logits.device)
     residual_blocks[(batch_size, given.grid_blocks)](
         *given.law,
@@ -225,7 +229,7 @@ def residual(
         *given.strides,
         **given.constants,
         num_warps=given.config.num_warps,
-        **launch_options(exact_denormals=False),
+        **launch_options(False, given.config.waves_per_eu),
     )
     residual_merge[(batch_size,)](
         tokens,
