@@ -71,6 +71,17 @@ def test_a_list_of_seeds_of_another_length(no_forward):
     assert "`seed` lists 2 seeds for 3 rows" in message
 
 
+@pytest.mark.parametrize("columns", [5, 8])
+def test_a_mask_of_another_length_than_the_prompt(no_forward, columns):
+    inputs = {**prompts([6]), "attention_mask": torch.ones(1, columns).long()}
+    assert f"`attention_mask` has {columns} columns for `input_ids` of 6" in refusal(inputs=inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4), (1, 1, 4)], ids=str)
+def test_ids_that_are_no_batch_of_texts(no_forward, shape):
+    assert f"`input_ids` has shape {list(shape)}" in refusal(inputs={"input_ids": torch.full(shape, 7)})
+
+
 def test_a_drafter_that_was_never_bound(no_forward):
     assert "not bound" in refusal(drafter=ScriptedDrafter([[1]]))
 
@@ -149,7 +160,9 @@ def test_options_may_be_given_as_a_whole_and_changed_one_by_one():
             drafter.spec_config = bad
 
 
-@pytest.mark.parametrize("assistant", ["lookup", [1], AutoDrafter], ids=["a name", "a list", "a class"])
+@pytest.mark.parametrize(
+    "assistant", ["lookup", [1], AutoDrafter, 3, b"x"], ids=["a name", "a list", "a class", "a number", "bytes"]
+)
 def test_assistants_that_are_no_objects(no_forward, assistant):
     with pytest.raises(ValueError, match=r"`assistant_model` is .*; give a drafter, as AutoDrafter"):
         tiny_target("llama").generate(**prompts([6]), assistant_model=assistant)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_auto import assert_drafts, change_config, refusal, save_tokenizer
+from draft_model_folders import assert_drafts, change_config, refusal, save_tokenizer
 from test_greedy import plain, speculative
 from tiny import EOS, VOCAB_SIZE, prompts, tiny_target
 from transformers import AutoModelForCausalLM

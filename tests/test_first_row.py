@@ -56,6 +56,25 @@ def test_the_right_row_equal_rows_and_rows_that_know_nothing_are_no_reason_to_wa
     assert not look(boost)
 
 
+def test_calls_that_see_the_last_token_at_once_conclude_once():
+    check = FirstRowCheck(0, "Do this")
+    logits, tokens, is_live = (
+        torch.zeros(_NUM_TOKENS, 2, VOCAB_SIZE),
+        torch.zeros(_NUM_TOKENS).long(),
+        [True] * _NUM_TOKENS,
+    )
+
+    class Interrupted(list):
+        def append(self, found):
+            super().append(found)
+            if len(self) == 1:  # the other call goes on here
+                check.observe(logits, tokens, is_live)
+
+    check.found = Interrupted()
+    check.observe(logits, tokens, is_live)
+    assert not check.is_open and not check.found
+
+
 def test_too_few_tokens_are_no_reason_to_warn():
     assert not look((2.0, 4.0), num_rounds=_NUM_TOKENS // 2 - 1)
     assert not look((2.0, 4.0), never=45)

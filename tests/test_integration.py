@@ -24,14 +24,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20}
 PATCHED = ("_validate_generation_mode", "_get_candidate_generator", "_assisted_decoding")
 
 
-@pytest.fixture
-def not_installed():
-    hf_specdec.uninstall()
-    yield
-    hf_specdec.uninstall()  # a test may have installed a part
-    hf_specdec.install()
-
-
 class Puts(BaseStreamer):
     def __init__(self):
         self.values, self.ended = [], False

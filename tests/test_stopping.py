@@ -291,6 +291,22 @@ def test_a_length_criterion_of_the_user_replaces_a_shorter_limit():
     assert torch.equal(speculative(model, inputs, all_right(model, free), **options), expected)
 
 
+@pytest.mark.parametrize(
+    ("limits", "new_tokens"), [([WIDTH + 9, WIDTH + 4], 4), ([WIDTH], 1), ([3], 1)], ids=["two", "reached", "passed"]
+)
+@pytest.mark.parametrize("lengths", [[WIDTH], RAGGED], ids=["one row", "ragged batch"])
+def test_the_shortest_length_criterion_ends_every_text_after_one_token_at_least(lengths, limits, new_tokens):
+    model = tiny_target("llama")
+    inputs, free = free_text(lengths)
+    options = {
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(limit) for limit in limits]),
+        "eos_token_id": None,
+    }
+    expected = plain(model, inputs, **options)
+    assert expected.shape[1] == WIDTH + new_tokens
+    assert torch.equal(speculative(model, inputs, all_right(model, free), **options), expected)
+
+
 @pytest.mark.parametrize("lengths", [[WIDTH], RAGGED], ids=["one row", "ragged batch"])
 def test_a_streamer_gets_the_puts_of_plain_generate(lengths):
     model, tok = tiny_target("llama"), tokenizer()

@@ -218,6 +218,26 @@ def test_integer_ids_of_any_width():
     assert torch.equal(generate(model, narrow, scripted(model, inputs, expected)), expected)
 
 
+@pytest.mark.parametrize(("name", "keeps_its_cache"), [("llama", True), ("gpt2", False)])
+def test_checkpointing_in_training_mode_is_served_where_it_leaves_a_cache(name, keeps_its_cache):
+    model, inputs = perturbed(tiny_target(name), 0.0).train(), prompts([9, 4])
+    model.activation_checkpointing_enable()
+    drafter = AutoDrafter.for_target(model, "lookup", min_ngram=1)
+    if keeps_its_cache:
+        assert torch.equal(generate(model, inputs, drafter), generate(model, inputs))
+        return
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has left its cache empty.*call model\.eval\(\)"):
+        generate(model, inputs, drafter)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_masks_of_any_type(dtype):
+    model, inputs = tiny_target("gpt2"), prompts([9, 5])
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    drafter = DraftModelDrafter(perturbed(model, 0.03), num_draft_tokens=4).bind(model)
+    assert torch.equal(generate(model, inputs, drafter), generate(model, inputs))
+
+
 def test_memory_follows_the_text_and_not_its_limit():
     model, inputs = build(llama()), prompts([9])
     options = {"max_new_tokens": 10**12, "stopping_criteria": [StopAt(20)]}

@@ -37,7 +37,7 @@ class Rows:
         self._reserve(width + _HEADROOM)
         self.lengths = torch.full((batch_size,), width, dtype=torch.long, device=input_ids.device)
         self.widths = [width] * batch_size
-        mask = input_ids.new_ones(batch_size, width) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
         split = mask.shape[1] - width
         kept, self.earlier = mask[:, split:].tolist(), mask[:, :split].sum(dim=1).tolist()
         self.texts = [

@@ -138,7 +138,7 @@ def _wrap_validate(original: Callable) -> Callable:
         drafter = generation_mode_kwargs.get("assistant_model")
         if is_name(drafter):  # generate passes this dictionary on to the decoding loop
             drafter = generation_mode_kwargs["assistant_model"] = kept_drafter(self, drafter)
-        if isinstance(drafter, (list, tuple, dict, type)):
+        if drafter is not None and (isinstance(drafter, type) or not hasattr(drafter, "config")):
             given = drafter.__name__ if isinstance(drafter, type) else repr(drafter)
             raise ValueError(f"`assistant_model` is {given}; give a drafter, as AutoDrafter returns it, or a model.")
         if isinstance(drafter, PreTrainedModel) and (of_model := drafter_of_model(drafter, self)) is not None:

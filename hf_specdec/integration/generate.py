@@ -137,14 +137,14 @@ def check_inputs(prepared: Prepared) -> None:
                 f"`inputs_embeds` is not served with a {drafter.method!r} drafter, which reads the prompt's tokens; "
                 "give `input_ids`."
             )
-    elif prepared.width == 0:
-        raise ValueError("`input_ids` is empty; give at least one token.")
+    else:
+        _check_ids(prepared)
     limit = length_limit(model)
     if limit is not None:
         most = limit[0] - num_draft_tokens(drafter, prepared.config).longest - prepared.earlier
-        if criteria.max_length > most:
+        if prepared.max_width > most:
             raise ValueError(
-                f"`max_length` is {criteria.max_length}; {name} is served up to {most} tokens, because {limit[1]}."
+                f"`max_length` is {prepared.max_width}; {name} is served up to {most} tokens, because {limit[1]}."
             )
     if batch_size > 1 and other_criteria(criteria) and not eos_token_ids(criteria):
         raise ValueError(
@@ -154,6 +154,20 @@ def check_inputs(prepared: Prepared) -> None:
     seed = drafter.spec_config.seed
     if isinstance(seed, list) and len(seed) != batch_size:
         raise ValueError(f"`seed` lists {len(seed)} seeds for {batch_size} rows; give one seed a row, or one integer.")
+
+
+def _check_ids(prepared: Prepared) -> None:
+    """Refuse ids that are no batch of texts, and a mask of other texts."""
+    ids, earlier = prepared.input_ids, prepared.earlier
+    cache: Any = prepared.kwargs.get("cache")
+    if ids.dim() != 2 or ids.numel() == 0:
+        raise ValueError(f"`input_ids` has shape {list(ids.shape)}; give at least one row of at least one token.")
+    continues = getattr(cache, "_is_user_defined", False) and int(cache.get_seq_length()) > 0
+    if earlier < 0 or (earlier > 0 and not continues):
+        raise ValueError(
+            f"`attention_mask` has {prepared.width + earlier} columns for `input_ids` of {prepared.width}; give one "
+            "for each token, or the `cache` that holds the tokens before them."
+        )
 
 
 def generate(prepared: Prepared) -> Generated:
@@ -174,7 +188,7 @@ def generate(prepared: Prepared) -> Generated:
     rule = verification_rule(drafter, prepared.config)
     kernels = implementation(config.kernels, rule, input_ids.device)
     lengths = num_draft_tokens(drafter, prepared.config)
-    max_columns = max(prepared.max_width, prepared.width + 1) + lengths.longest + 1
+    max_columns = prepared.max_width + lengths.longest + 1
     processors = BlockProcessors(prepared.processors)
     if batch_size > 1 and returned and processors.stateful:
         raise ValueError(

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .encoder_decoder import text_name
 from .images import text_ids
 from .own_target import OwnModel, fresh_cache, why_not_own
-from .probe import configuration, distance, in_spreads
+from .probe import configuration, distance, in_spreads, uncompiled
 
 _PROMPT = 6
 _ROUNDS = ((4, 2), (3, 3), (2, 2))  # drafted tokens, and how many of them are right
@@ -45,7 +45,7 @@ def rollback_of(model: PreTrainedModel, encoded: Mapping[str, Any] | None = None
             raise ValueError(f"{name} is not served by drafters: {reason}.")
         if model.training:
             raise ValueError(f"{name} is in training mode, where no two forwards agree; call model.eval() first.")
-        with torch.compiler.set_stance("force_eager"):  # its shapes come once and would cost a graph each
+        with uncompiled():
             verdicts[key], why = _choose(model, encoded or {})
         if verdicts[key] == "stepwise":
             warnings.warn(f"{name} generates without drafts, one token a step: {why}.", stacklevel=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 from ..decoding.outputs import RETURNED
 from ..drafters.base import Drafter
@@ -49,8 +49,9 @@ class Prepared:
 
     @property
     def max_width(self) -> int:
-        """Columns at which every row ends."""
-        return self.criteria.max_length or self.config.max_length
+        """Columns at which every row ends; each has one new token in any case, as in plain decoding."""
+        limits = [criterion.max_length for criterion in self.criteria if type(criterion) is MaxLengthCriteria]
+        return max(min(limits, default=self.config.max_length), self.width + 1)
 
     @property
     def pad_token_id(self) -> int:

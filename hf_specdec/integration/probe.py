@@ -7,7 +7,10 @@ model, dtype and attention backend, and never touches torch's global random stat
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -20,6 +23,7 @@ _LENGTHS = (3, 6)  # prompt tokens of the two rows
 _STEPS = 4
 _ACCEPTED = (1, 3)  # tokens of the first round that turn out right
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict] = weakref.WeakKeyDictionary()
+_checking = threading.RLock()
 
 
 class NotRagged(ValueError):
@@ -38,7 +42,7 @@ def check_ragged(model: PreTrainedModel) -> None:
     verdicts, key = _verdicts.setdefault(model, {}), configuration(model)
     if key not in verdicts:
         try:
-            with torch.compiler.set_stance("force_eager"):  # its shapes come once and would cost a graph each
+            with uncompiled():
                 verdicts[key] = measure(model)
         except torch.OutOfMemoryError:
             raise
@@ -56,6 +60,17 @@ def check_ragged(model: PreTrainedModel) -> None:
             f"its logits over rows of different lengths differ from its own one-token steps by {error:.1e} of their "
             f"spread ({allowed:.1e} is rounding)"
         )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run a self-check without compiling anything: its shapes come once and would cost a graph each.
+
+    torch.compile has one stance for all threads, so checks take turns: one that ends inside another would leave it
+    changed.
+    """
+    with _checking, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def configuration(model: PreTrainedModel) -> tuple:

@@ -121,7 +121,7 @@ def _call(row: Prepared, target: OwnTarget, config: SpecConfig, kernels: str, no
     if (at_once := most_tokens_at_once(row.model)) is not None:
         first, longest = (min(length, at_once - 1) for length in (lengths.first, lengths.longest))
         lengths = DraftLengths(first, longest, lengths.adaptive)
-    max_columns = max(row.max_width, row.width + 1) + lengths.longest + 1
+    max_columns = row.max_width + lengths.longest + 1
     processors = BlockProcessors(row.processors)
     request = draft_request(row.model, rows, row.attention_mask, processors, config, noise, max_columns, row.source)
     limit = max_positions(row.model)

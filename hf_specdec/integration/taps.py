@@ -52,7 +52,8 @@ class Taps:
         if self.wanted.pre_norm_last:
             self.hook = self._watch_last_layer()
         parts: list[Signals | None] = []
-        watch = self.model.register_forward_hook(lambda model, inputs, output: parts.append(self.signals(output)))
+        keep = _in_this_thread(lambda model, inputs, output: parts.append(self.signals(output)))
+        watch = self.model.register_forward_hook(keep)
         try:
             output = run()
         finally:
@@ -95,16 +96,26 @@ class Taps:
 
     def _watch_last_layer(self) -> Any:
         """Keep the last layer's output of each forward: transformers gives it after the final norm only."""
-        decoder, thread = self.model.get_decoder(), threading.get_ident()
+        decoder = self.model.get_decoder()
         stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
         if not stacks:
             raise ValueError(f"{type(self.model).__name__} has no list of its layers, so the last one cannot be read.")
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if threading.get_ident() == thread:  # the model may serve other calls beside this one
-                self.last_state = output[0] if isinstance(output, tuple) else output
+            self.last_state = output[0] if isinstance(output, tuple) else output
 
-        return stacks[0][-1].register_forward_hook(keep)
+        return stacks[0][-1].register_forward_hook(_in_this_thread(keep))
+
+
+def _in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, for forwards of the thread that sets it: the model may serve other calls beside this one."""
+    thread = threading.get_ident()
+
+    def guarded(*arguments: Any) -> None:
+        if threading.get_ident() == thread:
+            hook(*arguments)
+
+    return guarded
 
 
 def _joined(parts: list[Signals]) -> Signals | None:

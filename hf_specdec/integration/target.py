@@ -60,6 +60,11 @@ class RaggedTarget:
         output, signals = self.taps.prefill(
             lambda: self.model._prefill(self.input_ids, self.generation_config, self.model_kwargs)
         )
+        if not any(layer.is_initialized for layer in self.ragged.cache.layers):
+            raise ValueError(
+                f"{type(self.model).__name__} has left its cache empty, as some models do that checkpoint their "
+                "activations in training mode; call model.eval() first."
+            )
         self.ragged.cache.begin_rows()
         self.states = self.taps.states(output)
         return self._logits(output)[:, -1:], self._with_shared_kv(signals)

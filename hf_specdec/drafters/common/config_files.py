@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from ..auto import Repository
 from .fields import Fields
+from .vocabulary import same_but_for_padding
 
 _ROPE_NEEDS = {
     "default": (),
@@ -23,8 +24,6 @@ _ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _ROPE_KEEPS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-_MOST_PADDING_ROWS = 1024  # the vocabulary of a target and that of its drafter differ by padding only
-_MOST_PADDING_SHARE = 0.1
 
 
 def refuse_quantised(repository: Repository, tensors: dict[str, torch.Tensor], fields: Fields) -> None:
@@ -39,7 +38,7 @@ def refuse_quantised(repository: Repository, tensors: dict[str, torch.Tensor], f
 def check_vocabulary(repository: Repository, tensors: dict[str, torch.Tensor], fields: Fields, vocab_size: int) -> None:
     """Refuse a drafter whose target's vocabulary, `t2d` or else what its config says, is not of the target's size."""
     found = tensors["t2d"].numel() if "t2d" in tensors else fields.integer("vocab_size", vocab_size)
-    if abs(found - vocab_size) > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(found, vocab_size)):
+    if not same_but_for_padding(found, vocab_size):
         raise ValueError(
             f"{repository.path} was trained for a vocabulary of {found} and the target's is {vocab_size}; it belongs "
             "to another target."

@@ -64,7 +64,8 @@ class TargetFeatures:
             starts = self.taken = [self.first] * len(starts)
         self._reserve(max(starts) + count)
         columns = torch.tensor(starts, device=features.device)[:, None] + torch.arange(count, device=features.device)
-        self.values.scatter_(1, columns[..., None].expand(-1, -1, features.shape[-1]), features)
+        index = columns[..., None].expand(-1, -1, features.shape[-1])
+        self.values.scatter_(1, index, features.to(self.values.dtype))  # autocast changes what a layer gives
 
     def take(self, again: int = 0) -> list[Missing]:
         """The columns that the target has processed and the drafter has not, the oldest first.

@@ -49,7 +49,7 @@ class FirstRowCheck:
             return
         self.found.append(logits.log_softmax(dim=-1)[live, :, tokens[live]].T)
         self.num_seen += len(live)
-        if not self.is_open:
+        if not self.is_open and self.found:  # another thread may have concluded in the meantime
             found, self.found = self.found, []
             self._conclude(torch.cat(found, dim=1).double().cpu(), math.log(logits.shape[-1]))
 

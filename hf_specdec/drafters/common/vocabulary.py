@@ -1,4 +1,4 @@
-"""Drafters that draft a part of the target's vocabulary."""
+"""A drafter's vocabulary and the target's: whether they are one, which part is drafted, and logits over the whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
+
+_MOST_PADDING_ROWS, _MOST_PADDING_SHARE = 1024, 0.1
+
+
+def same_but_for_padding(a: int, b: int) -> bool:
+    """Whether vocabularies of these sizes may be one: embeddings of a family differ by the padding of their rows."""
+    return abs(a - b) <= min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(a, b))
 
 
 def checked_draft_vocab(draft_vocab: int | Sequence[int] | torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedModel
 
 from ...config import SpecConfig
 from ..base import Drafter, DraftSession
+from ..common.vocabulary import same_but_for_padding
 from ..request import DraftRequest
 from .canvas import Canvases
 from .config_files import CanvasConfig
@@ -15,8 +16,6 @@ from .gemma import GemmaCanvases
 from .reveal import ORDERS
 from .session import DiffusionSession
 
-_MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
-_MOST_PADDING_SHARE = 0.1
 _DEFAULT_LENGTH = 8
 
 
@@ -70,7 +69,7 @@ class DiffusionDrafter(Drafter):
                 "of decoder-only targets; take AutoDrafter.for_target(model, 'lookup') or a smaller model."
             )
         ours, theirs = self.model.config.get_text_config().vocab_size, target.config.get_text_config().vocab_size
-        if abs(ours - theirs) > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours, theirs)):
+        if not same_but_for_padding(ours, theirs):
             raise ValueError(
                 f"this diffusion drafter has a vocabulary of {ours} and the target one of {theirs}; a drafter needs "
                 "the target's tokenizer (sizes may differ by padding only)."

@@ -8,12 +8,10 @@ from transformers import PreTrainedModel
 
 from ...decoding.ragged_model import why_not_ragged
 from ..base import SPECIAL_TOKENS, Drafter, DraftSession, UnfitDraftModel
+from ..common.vocabulary import same_but_for_padding
 from ..request import DraftRequest
 from .encoder_decoder import EncoderDecoderSession, check_source, has_same_encoder, reads_source, why_not_cropped
 from .session import DraftModelSession
-
-_MOST_PADDING_ROWS = 1024  # vocabularies of one family differ by the padding of their embeddings
-_MOST_PADDING_SHARE = 0.1
 
 
 class DraftModelDrafter(Drafter):
@@ -38,8 +36,7 @@ class DraftModelDrafter(Drafter):
 
     def check_target(self, target: PreTrainedModel) -> None:
         ours, theirs = self.model.config.get_text_config(), target.config.get_text_config()
-        difference = abs(ours.vocab_size - theirs.vocab_size)
-        if difference > min(_MOST_PADDING_ROWS, _MOST_PADDING_SHARE * max(ours.vocab_size, theirs.vocab_size)):
+        if not same_but_for_padding(ours.vocab_size, theirs.vocab_size):
             raise UnfitDraftModel(
                 f"the draft model has a vocabulary of {ours.vocab_size} and the target one of {theirs.vocab_size}; "
                 "a draft model needs the target's tokenizer (sizes may differ by padding only)."

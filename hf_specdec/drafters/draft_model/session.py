@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.placement import input_device
@@ -17,6 +16,7 @@ from ...decoding.ragged_model import RaggedModel, max_positions
 from ...verification import Draft, Verdict
 from ..base import DraftSession, Signals
 from ..common.chain import draw_chain
+from ..common.vocabulary import over_target_vocabulary
 from ..request import DraftRequest
 
 
@@ -109,6 +109,4 @@ class DraftModelSession(DraftSession):
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, 1, V] fp32 logits on the target's device, over the target's vocabulary."""
-        vocab_size = self.request.vocab_size
-        logits = logits[..., :vocab_size].to(self.rows.ids.device, torch.float32)
-        return nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+        return over_target_vocabulary(logits, None, self.request.vocab_size, self.rows.ids.device)
