@@ -35,6 +35,14 @@ def test_an_unknown_format_is_refused_with_all_that_was_found(tmp_path, target):
         AutoDrafter.detect(tmp_path)
 
 
+def test_an_empty_name_is_not_the_current_folder(folder, target, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert AutoDrafter.from_pretrained(".", target=target).method == "draft_model"
+    assert "the drafter's name is ''; give a folder, '.' for this one" in refusal("", target)
+    with pytest.raises(ValueError, match="the drafter's name is ''"):
+        target.generate(torch.ones(1, 3, dtype=torch.long), assistant_model="", max_new_tokens=2)
+
+
 def test_an_empty_folder_is_refused(tmp_path, target):
     assert "files: none; config: none; tensors: none" in refusal(tmp_path, target)
 

@@ -245,6 +245,8 @@ def _fetch(
     name_or_path: str | Path, revision: str | None, subfolder: str, token: str | bool | None, local_files_only: bool
 ) -> Path:
     """The local folder of a repository, downloaded where it has to be."""
+    if not str(name_or_path):
+        raise ValueError("the drafter's name is ''; give a folder, '.' for this one, or a repository 'org/name'.")
     folder = Path(name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
