@@ -1,7 +1,7 @@
 """Drafters side by side on prompts that none was trained on: MT-Bench 81-140 (both turns), HumanEval/0-99, and edits
 of the solutions of HumanEval/0-29.
 
-    python benchmarks/acceptance.py [FOLDER ...] [--timed 8] [--out benchmarks/results/FILE.json]
+    python benchmarks/acceptance.py [FOLDER ...] [--effort 2 4] [--timed 8] [--out benchmarks/results/FILE.json]
 
 Greedy answers of at most 128 tokens by the small real target; prompt lookup is in every table, because it costs
 nothing. tau is emitted tokens per verification, the prefill not counted. With --timed the first so many prompts of each
@@ -31,6 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="*", help="folders of drafters for the small target")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="of those; lookup drafts as it does by default")
+    parser.add_argument(
+        "--effort", type=int, nargs="*", default=[], help="also so many passes, of those that take them"
+    )
+    parser.add_argument("--governor", default="auto", help="of those; 'off' drafts the full length whatever it costs")
     parser.add_argument("--dtype", default="bfloat16", help="of target and drafters")
     parser.add_argument("--limit", type=int, help="take only the first so many prompts of each set")
     parser.add_argument("--timed", type=int, default=0, help="also time the first so many prompts of each set")
@@ -40,9 +44,14 @@ def main() -> None:
     model, tokenizer = load_small_target(getattr(torch, arguments.dtype))
     drafters = {"lookup": AutoDrafter.for_target(model, "lookup")}
     for folder in arguments.drafters:
-        drafters[Path(folder).name] = AutoDrafter.from_pretrained(
-            folder, target=model, num_draft_tokens=arguments.num_draft_tokens
+        drafter = AutoDrafter.from_pretrained(
+            folder, target=model, num_draft_tokens=arguments.num_draft_tokens, governor=arguments.governor
         )
+        drafters[Path(folder).name] = drafter
+        for effort in arguments.effort if drafter.takes_effort else ():
+            drafters[f"{Path(folder).name}, effort {effort}"] = AutoDrafter.from_pretrained(
+                folder, target=model, spec_config=drafter.spec_config.with_options(effort=effort)
+            )
     rows = []
     chats: dict[str, list] = {}
     for name, drafter in drafters.items():

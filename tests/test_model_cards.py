@@ -11,7 +11,8 @@ from hf_specdec import AutoDrafter
 from hf_specdec.demo import Unavailable, load_small_target, mtbench_questions
 
 CARDS = sorted(path for path in (Path(__file__).parent.parent / "model_cards").iterdir() if path.is_dir())
-EAGLE3, MTP = (CARDS[0].parent / f"smollm2-135m-instruct-{name}" for name in ("eagle3", "mtp"))
+EAGLE3, MTP, DIFFUSION = (CARDS[0].parent / f"smollm2-135m-instruct-{name}" for name in ("eagle3", "mtp", "diffusion"))
+BLOCKS = [path for path in CARDS if path not in (EAGLE3, MTP, DIFFUSION)]
 
 
 @pytest.mark.parametrize("folder", CARDS, ids=lambda path: path.name)
@@ -24,7 +25,7 @@ def test_a_repository_is_complete_and_small(folder):
     assert AutoDrafter.detect(folder).method in folder.name.replace("-", "_") + folder.name
 
 
-@pytest.mark.parametrize("folder", [path for path in CARDS if path not in (EAGLE3, MTP)], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", BLOCKS, ids=lambda path: path.name)
 def test_the_block_drafters_are_in_speculators_format(folder):
     config = json.loads((folder / "config.json").read_text())
     assert config["speculators_model_type"] in folder.name
@@ -58,6 +59,16 @@ def test_the_mtp_layer_has_deepseeks_names_and_shares_embedding_and_head():
     assert not any(name.startswith(("model.", "embed_tokens.", "shared_head.head.")) for name in names)
 
 
+def test_the_diffusion_drafter_holds_layers_only():
+    config = json.loads((DIFFUSION / "config.json").read_text())
+    assert (config["model_type"], config["block_size"], config["mask_token_id"]) == ("block_diffusion", 8, 16)
+    assert (config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]) == (576, 49152, 3)
+    with safe_open(DIFFUSION / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert len(names) == 3 * 9 + 1
+    assert all(name.startswith("model.layers.") or name == "model.norm.weight" for name in names)
+
+
 @pytest.fixture(scope="module")
 def target():
     try:
@@ -84,4 +95,4 @@ def test_a_drafter_drafts_well_and_changes_nothing(folder, target):
         assert torch.equal(found, expected)
         emitted += drafter.last_stats.num_emitted
         verifications += drafter.last_stats.num_verifications
-    assert emitted / verifications > 1.5
+    assert emitted / verifications > (1.25 if folder == DIFFUSION else 1.5)  # it does not see the target's states

@@ -21,6 +21,7 @@ from hf_specdec.training import loop
 from hf_specdec.training.__main__ import main
 from hf_specdec.training.batches import held_out_batches, train_batches
 from hf_specdec.training.blocks import BlockTraining
+from hf_specdec.training.diffusion import DiffusionTraining
 from hf_specdec.training.eagle3 import Eagle3Training, new_head
 from hf_specdec.training.loop import TrainOptions, evaluate, train
 from hf_specdec.training.mtp import MtpTraining
@@ -208,8 +209,16 @@ OF_METHOD = {
     "dflash": "--draft-vocab-size 60 --num-drafts 3 --num-layers 1",
     "dspark": "--draft-vocab-size 60 --num-drafts 3 --num-layers 1 --markov-rank 8 --confidence-detached",
     "mtp": "--num-frequent 60 --num-negatives 10 --num-steps 2",
+    "diffusion": "--num-frequent 60 --num-negatives 10 --block-size 4 --num-layers 2",
 }
-MODULES = {"eagle3": Eagle3Training, "dflash": BlockTraining, "dspark": BlockTraining, "mtp": MtpTraining}
+MODULES = {
+    "eagle3": Eagle3Training,
+    "dflash": BlockTraining,
+    "dspark": BlockTraining,
+    "mtp": MtpTraining,
+    "diffusion": DiffusionTraining,
+}
+SHARES_HEAD = ("mtp", "diffusion")
 
 
 def command(target: Path, out: Path, *extra: str, method: str = "eagle3") -> list[str]:
@@ -232,9 +241,11 @@ def test_the_command_makes_a_drafter_and_asking_again_does_nothing(saved_target,
     assert torch.equal(target.generate(**prompts([9, 4]), **options, assistant_model=drafter), expected)
     assert drafter.method == method
     assert drafter.last_stats.num_drafted > 0
-    assert method == "mtp" or drafter.model.config.aux_layers == (0, 1, 2)
+    assert method in SHARES_HEAD or drafter.model.config.aux_layers == (0, 1, 2)
     record = json.loads((out / "training.json").read_text())
-    size, covered = ("num_frequent", "frequent") if method == "mtp" else ("draft_vocab_size", "draft_vocabulary")
+    size, covered = "draft_vocab_size", "draft_vocabulary"
+    if method in SHARES_HEAD:
+        size, covered = "num_frequent", "frequent"
     assert record["options"][size] == 60 and record["options"]["epochs"] == 1
     assert 0.5 < record[f"{covered}_coverage"] <= 1.0 and record["held_out"][-1]["step"] >= 2
 

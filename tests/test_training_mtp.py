@@ -14,6 +14,7 @@ from hf_specdec import AutoDrafter
 from hf_specdec.drafters.mtp.session import MtpDrafter
 from hf_specdec.export.mtp import save_mtp
 from hf_specdec.training.batches import Batch
+from hf_specdec.training.losses import part_of_head
 from hf_specdec.training.mtp import MtpOptions, MtpTraining
 from hf_specdec.training.mtp_start import check_attends, new_mtp_layer
 
@@ -175,7 +176,7 @@ def test_sums_over_drawn_tokens_stand_for_those_over_all(training):
     answers, sums, bare = torch.tensor([95, 3, 60, 95]), [], []
     torch.manual_seed(0)
     for _ in range(400):
-        rows, bias, places = training.train()._tokens(answers)
+        rows, bias, places = part_of_head(training.head, training.frequent, answers, OPTIONS.num_negatives)
         assert len(rows) == OPTIONS.num_frequent + 2 + OPTIONS.num_negatives == len(rows.unique(dim=0))
         assert torch.equal(rows[places], training.head[answers])
         sums.append((bias.exp()[:, None] * rows).sum(dim=0))

@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..drafters.eagle3.configuration import default_aux_layers
 from ..export.blocks import save_block_drafter
+from ..export.diffusion import save_diffusion
 from ..export.eagle3 import save_eagle3
 from ..export.mtp import save_mtp
-from . import blocks, calibrate, eagle3, mtp
+from . import blocks, calibrate, diffusion, eagle3, mtp
 from .batches import held_out_batches, train_batches
 from .block_start import start_well
 from .data import DataOptions, collect
@@ -44,12 +45,14 @@ _METHODS = {
     "dflash": "a DFlash drafter",
     "dspark": "a DSpark drafter",
     "mtp": "an MTP layer",
+    "diffusion": "a diffusion drafter",
 }
 _OPTIONS = {
     "eagle3": eagle3.Eagle3Options,
     "dflash": blocks.BlockOptions,
     "dspark": blocks.DSparkOptions,
     "mtp": mtp.MtpOptions,
+    "diffusion": diffusion.DiffusionOptions,
 }
 _START_TOKENS, _START_TEXTS = 4096, 50  # tokens of a batch, and texts, that a start is fitted to
 _START_BATCHES = 16  # that the start of an MTP layer is fitted to
@@ -78,6 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     eagle3.check_target(target)
     if chosen.method == "mtp":
         check_attends(target)
+    if chosen.method == "diffusion":
+        diffusion.check_layers(target)
     folder = chosen.data or chosen.out / "data"
     num_layers = target.config.get_text_config().num_hidden_layers
     collect(
@@ -103,7 +108,7 @@ def _train(
 ) -> None:
     options: Any = _options(_OPTIONS[chosen.method], chosen)
     vocab_size = target.config.get_text_config().vocab_size
-    own_head = chosen.method != "mtp"
+    own_head = chosen.method not in ("mtp", "diffusion")
     size = min(options.draft_vocab_size if own_head else options.num_frequent, vocab_size)
     target_ids, covered = most_frequent(folder, size, vocab_size)
     kind = "draft" if own_head else "most frequent"
@@ -111,7 +116,7 @@ def _train(
     if getattr(options, "mask_token_id", 0) is None:
         options = dataclasses.replace(options, mask_token_id=unused_token(folder, tokenizer, vocab_size))
     torch.manual_seed(chosen.seed)
-    module: eagle3.Eagle3Training | blocks.BlockTraining | mtp.MtpTraining
+    module: eagle3.Eagle3Training | blocks.BlockTraining | mtp.MtpTraining | diffusion.DiffusionTraining
     embedding: Any = target.get_input_embeddings().weight.detach()
     if isinstance(options, eagle3.Eagle3Options):
         head = eagle3.new_head(target, layers, target_ids, options.intermediate_size)
@@ -119,6 +124,9 @@ def _train(
     elif isinstance(options, mtp.MtpOptions):
         few = islice(train_batches(folder, _START_TOKENS, chosen.seed, 0), _START_BATCHES)
         module = mtp.MtpTraining(new_mtp_layer(target, few), target, target_ids, options)
+    elif isinstance(options, diffusion.DiffusionOptions):
+        drafted_by = diffusion.new_layers(target, options.num_layers)
+        module = diffusion.DiffusionTraining(drafted_by, target, target_ids, options)
     else:
         model = blocks.new_block_drafter(target, layers, size, options)
         some = held_out_batches(folder, _START_TOKENS, _START_TEXTS)
@@ -133,6 +141,8 @@ def _train(
         save_eagle3(chosen.out, module.model, drafted)
     elif isinstance(module, mtp.MtpTraining):
         save_mtp(chosen.out, module.model, None if options.drafts_all else drafted)
+    elif isinstance(module, diffusion.DiffusionTraining):
+        save_diffusion(chosen.out, module.model, module.options.block_size, module.mask_token_id)
     else:
         save_block_drafter(chosen.out, module.model, module.lm_head, drafted, _public_name(chosen.target))
     record = {

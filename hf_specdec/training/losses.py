@@ -1,7 +1,8 @@
-"""How far a drafter's law is from the target's, with its gradient, in few passes over the vocabulary."""
+"""How far a drafter's law is from the target's, with its gradient, in few passes over a vocabulary or a part of it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -67,3 +68,31 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * gradients[0][:, None].to(gradient.dtype), None, None, None
+
+
+def part_of_head(
+    head: torch.Tensor, frequent: torch.Tensor, answers: torch.Tensor, num_negatives: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Some tokens for a loss that would take too long over all: the frequent ones, the answers, and others at random.
+
+    A token that stands for n has the logarithm of n added: sums over these tokens are then, on average, sums over all.
+
+    Args:
+        head: [V, H] the target's output head.
+        frequent: [F] ids of tokens that are always among them.
+        answers: [N] ids.
+        num_negatives: others.
+
+    Returns:
+        ([C, H] their rows of the head, [C] what is added to their logits, [N] the answers' places among them).
+    """
+    chosen = torch.zeros(len(head), dtype=torch.bool, device=answers.device)
+    chosen[frequent] = chosen[answers] = True
+    rest = (~chosen).nonzero().flatten()
+    count = min(num_negatives, len(rest))
+    drawn = rest[torch.randperm(len(rest), device=rest.device)[:count]]
+    places = chosen.cumsum(dim=0) - 1
+    own = chosen.nonzero().flatten()
+    bias = head.new_zeros(len(own) + count)
+    bias[len(own) :] = math.log(len(rest) / max(count, 1))
+    return head[torch.cat([own, drawn])], bias, places[answers]

@@ -11,7 +11,6 @@ answers use most, and others drawn anew for each batch, each of which stands for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from ..drafters.mtp.modeling import MtpModel
 from .batches import Batch
 from .eagle3 import asked_tokens, shifted
 from .loop import Scores
-from .losses import divergence
+from .losses import divergence, part_of_head
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,9 @@ class MtpTraining(nn.Module):
         taught = asked.flatten().nonzero().flatten()  # [N] of B x L
         answers = shifted(batch.ids, 1).flatten()[taught]
         final = batch.states[:, :, -1].flatten(0, 1)[taught]
-        rows, bias, answers = self._tokens(answers)
+        rows, bias = self.head, None
+        if self.training:
+            rows, bias, answers = part_of_head(self.head, self.frequent, answers, options.num_negatives)
         law = F.linear(final.to(rows.dtype), rows, bias)
         if options.text_labels:
             law = torch.full_like(law, -torch.inf).scatter_(1, answers[:, None], 0.0)
@@ -112,25 +113,6 @@ class MtpTraining(nn.Module):
             num_hits.append(hits.sum())
             num_rows.append((asked & (columns >= first + depth)).sum())
         return Scores(torch.stack(losses).sum(), torch.stack(num_hits), torch.stack(num_rows))
-
-    def _tokens(self, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """([C, H] rows of the output head, [C] what is added to their logits, [N] the answers' places among them).
-
-        A token that stands for n has the logarithm of n added: sums over these tokens are then, on average, sums over
-        all.
-        """
-        if not self.training:
-            return self.head, None, answers
-        chosen = torch.zeros(len(self.head), dtype=torch.bool, device=answers.device)
-        chosen[self.frequent] = chosen[answers] = True
-        rest = (~chosen).nonzero().flatten()
-        count = min(self.options.num_negatives, len(rest))
-        drawn = rest[torch.randperm(len(rest), device=rest.device)[:count]]
-        places = chosen.cumsum(dim=0) - 1
-        own = chosen.nonzero().flatten()
-        bias = self.head.new_zeros(len(own) + count)
-        bias[len(own) :] = math.log(len(rest) / max(count, 1))
-        return self.head[torch.cat([own, drawn])], bias, places[answers]
 
     def _mask(self, columns: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:
         """[1, 1, L, (depth + 1) L] what the rows see of all depths so far; a text's padding is where no row looks."""

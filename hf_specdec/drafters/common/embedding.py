@@ -37,7 +37,7 @@ def head_logits(head: nn.Module, states: torch.Tensor) -> torch.Tensor:
     return head(on_device_of(head, states.to(dtype)))
 
 
-def part_of_head(head: nn.Module, ids: torch.Tensor) -> nn.Module:
+def rows_of_head(head: nn.Module, ids: torch.Tensor) -> nn.Module:
     """An output head for tokens `ids` [Vd] alone, with a copy of their rows.
 
     Raises:

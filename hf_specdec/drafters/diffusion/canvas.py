@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...decoding.cache import RaggedCache
+from ..common.embedding import head_logits, stored_embeddings
 from ..common.vocabulary import over_target_vocabulary
 from ..request import DraftRequest
 from .config_files import CanvasConfig
@@ -26,7 +27,8 @@ class Canvases:
     """The canvases of a call's rows.
 
     Args:
-        model: the network; its attention takes an explicit mask.
+        model: the network; its attention takes an explicit mask. Where it has no embedding or no output head, the
+            target's serves.
         config: how it reads a canvas.
         request: the call.
 
@@ -40,6 +42,8 @@ class Canvases:
         self.gap = 0 if config.separator is None else 1  # tokens between a text and its slots
         self.model, self.config, self.request, self.rows = model, config, request, request.rows
         self.device = model.device
+        self.embedding: Any = model.get_input_embeddings() or request.embedding
+        self.head: Any = model.get_output_embeddings() or request.head
         self.padding = (self.rows.lengths - self.rows.positions).to(self.device)  # [B]
         self.host_padding = self.padding.tolist()
         self.cache = RaggedCache(model.config, request.max_columns + 2 * config.block_size + 1)
@@ -87,8 +91,8 @@ class Canvases:
         if not config.full_attention:
             size = config.block_size
             self.valid = [w - (w - p) % size for w, p in zip(rows.widths, self.host_padding, strict=True)]
-        head: Any = self.model.get_output_embeddings()
-        logits = head(states).index_fill(-1, self.barred, -torch.inf)
+        logits = head_logits(self.head, states)
+        logits = logits.index_fill(-1, self.barred.to(logits.device), -torch.inf)
         return over_target_vocabulary(logits, None, self.request.vocab_size, rows.ids.device)
 
     def _end(self, row: int, num_slots: int) -> int:
@@ -118,7 +122,7 @@ class Canvases:
         # Padding sees itself, for attention over nothing is NaN.
         mask = (visible | (keys == columns[..., None]))[:, None]
         return self.model.base_model(
-            input_ids=ids,
+            inputs_embeds=stored_embeddings(self.embedding, ids).to(self.device, self.model.dtype),
             attention_mask=mask,
             position_ids=(columns - self.padding[:, None]).clamp_min(0),
             cache=self.cache,

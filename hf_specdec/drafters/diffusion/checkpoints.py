@@ -22,6 +22,7 @@ from .drafter import DiffusionDrafter
 from .families import NATIVE, REFUSED
 
 _IGNORED = ("model.rotary_emb.",)
+_SHARED = {"model.embed_tokens.weight", "lm_head.weight"}  # with the target, where a family says so
 _GEMMA = "diffusion_gemma"
 _GEMMA_CANVAS = 32  # tokens; it was trained on 256, of which the later ones are rarely worth their passes
 
@@ -89,6 +90,11 @@ def load(
         repository, family, config.vocab_size, attention, block_size, mask_token_id, separator_token_id
     )
     _check_tokenizer(repository, target, canvas.barred)
+    if family.shares:
+        if surplus := _SHARED & tensors.keys():
+            raise ValueError(f"{path} holds {', '.join(sorted(surplus))}; a {family.name} drafter shares the target's.")
+        # A stand-in that is dropped again, for transformers warns of a model without.
+        tensors["model.embed_tokens.weight"] = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
     native = next(model for kind, model in NATIVE.values() if type(config) is kind)
     model, info = native.from_pretrained(
         None,
@@ -99,6 +105,9 @@ def load(
         ignore_mismatched_sizes=True,  # they are refused below, by name
         output_loading_info=True,
     )
+    if family.shares:
+        model.set_input_embeddings(None)
+        model.set_output_embeddings(None)
     _check_complete(repository, family.name, info)
     return DiffusionDrafter(model.to(device).eval(), canvas, **overrides)
 

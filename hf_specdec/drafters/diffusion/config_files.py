@@ -108,7 +108,11 @@ def native_config(repository: Repository, family: Family, tensors: dict[str, tor
     if fields.flag("use_sliding_window", False) or "sliding_attention" in fields.texts("layer_types"):
         raise ValueError(f"{path} has sliding windows, which no published diffusion model has; it is not served.")
     sizes = {name: fields.integer(name, 1) for name in _SIZES}
-    native = family.native or ("qwen3" if "model.layers.0.self_attn.q_norm.weight" in tensors else "qwen2")
+    native = family.native or _native_by(tensors)
+    if family.shares:
+        vocab_size = fields.integer("vocab_size", 1)
+    else:
+        vocab_size = needed(repository, tensors, "model.embed_tokens.weight").shape[0]
     if native != "qwen2":
         sizes["head_dim"] = fields.integer("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
         sizes["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
@@ -117,7 +121,7 @@ def native_config(repository: Repository, family: Family, tensors: dict[str, tor
         sizes["norm_topk_prob"] = fields.flag("norm_topk_prob", False)
     return NATIVE[native][0](
         **sizes,
-        vocab_size=needed(repository, tensors, "model.embed_tokens.weight").shape[0],
+        vocab_size=vocab_size,
         hidden_act=fields.text("hidden_act", "silu"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.integer("max_position_embeddings", 32768),
@@ -126,6 +130,13 @@ def native_config(repository: Repository, family: Family, tensors: dict[str, tor
         use_sliding_window=False,
         pad_token_id=None,
     )
+
+
+def _native_by(tensors: dict[str, torch.Tensor]) -> str:
+    """The class whose layers have such tensors."""
+    if "model.layers.0.self_attn.q_norm.weight" in tensors:
+        return "qwen3"
+    return "qwen2" if "model.layers.0.self_attn.q_proj.bias" in tensors else "llama"
 
 
 def checked_block_size(block_size: int, longest: int) -> int:

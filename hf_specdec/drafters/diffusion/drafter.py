@@ -68,12 +68,24 @@ class DiffusionDrafter(Drafter):
                 f"{type(target).__name__} is an encoder-decoder, and a diffusion drafter fills masks behind the text "
                 "of decoder-only targets; take AutoDrafter.for_target(model, 'lookup') or a smaller model."
             )
+        if self.model.get_input_embeddings() is None:
+            self._check_sharing(target)
         ours, theirs = self.model.config.get_text_config().vocab_size, target.config.get_text_config().vocab_size
         if not same_but_for_padding(ours, theirs):
             raise ValueError(
                 f"this diffusion drafter has a vocabulary of {ours} and the target one of {theirs}; a drafter needs "
                 "the target's tokenizer (sizes may differ by padding only)."
             )
+
+    def _check_sharing(self, target: PreTrainedModel) -> None:
+        """Refuse a target whose embedding and output head are not those that the layers were trained with."""
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(self.model.config, name), getattr(target.config.get_text_config(), name)
+            if ours != theirs:
+                raise ValueError(
+                    f"this diffusion drafter shares its target's embedding and output head, and was made for a "
+                    f"{name} of {ours}; {type(target).__name__} has {theirs}. It belongs to another target."
+                )
 
     def start(self, request: DraftRequest) -> DraftSession:
         revealing = request.config.effort - (self.final_resample and request.config.effort > 1)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 NATIVE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -46,6 +49,7 @@ class Family:
         own_tokens: other tokens that only the drafter has, with their published ids; they are never drafted.
         separates: whether some of its checkpoints put a token between text and masks, the tokenizer's separator.
         renamed: (prefix, what it becomes) of tensors.
+        shares: whether embedding and output head are the target's, and not in its files.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Family:
     own_tokens: tuple[tuple[str, int], ...] = ()
     separates: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
+    shares: bool = False
 
 
 FAMILIES = (
@@ -132,6 +137,15 @@ FAMILIES = (
         attention="block_causal",
         shifts=False,
         renamed=(("encoder.", "model."), ("diffusion_head.", "lm_head.")),  # as its makers' later models name them
+    ),
+    Family(  # this package's own: python -m hf_specdec.training diffusion
+        name="block diffusion",
+        model_types=("block_diffusion",),
+        architectures=("BlockDiffusionDraftModel",),
+        native=None,
+        attention="block_causal",
+        shifts=False,
+        shares=True,
     ),
 )
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...verification import Draft, Verdict
 from ..base import Drafter, DraftSession, Signals, TargetSignals
 from ..common.chain import draw_chain
-from ..common.embedding import head_logits, part_of_head, stored_embeddings
+from ..common.embedding import head_logits, rows_of_head, stored_embeddings
 from ..common.features import MismatchCheck, TargetFeatures
 from ..common.vocabulary import over_target_vocabulary
 from ..request import DraftRequest
@@ -65,7 +65,7 @@ class MtpDrafter(Drafter):
                 raise ValueError(f"these MTP layers were made for a {what} of {ours} and the target's is {wanted}.")
         if self.target_ids is not None:
             for layer in model.layers:
-                part_of_head(getattr(layer, "lm_head", target.get_output_embeddings()), self.target_ids[:1])
+                rows_of_head(getattr(layer, "lm_head", target.get_output_embeddings()), self.target_ids[:1])
         self._check_runs(target)
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class MtpSession(DraftSession):
         self.num_layers, self.target_ids = len(self.model.layers), drafter.target_ids
         heads: list[Any] = [getattr(layer, "lm_head", request.head) for layer in self.model.layers]
         if self.target_ids is not None:
-            parts = {head: part_of_head(head, self.target_ids) for head in heads}
+            parts = {head: rows_of_head(head, self.target_ids) for head in heads}
             heads = [parts[head] for head in heads]
         self.heads = heads
         self.device, self.dtype = self.model.reference.device, self.model.reference.dtype
