@@ -6,7 +6,7 @@ Sampled answers at temperature 1 to evaluation prompts, MT-Bench and HumanEval b
 lenience and draft length, measured as `hf-specdec pareto` does. Then, for each setting that turns both knobs (effort
 above 1, lenience below 1), whether one that turns at most one is as fast and as close to the target's law. It is
 asked twice: of tokens a second here, and of tokens a verification, for targets beside which the drafter costs nothing.
-Two quiet cores take 15 minutes; give the same command again to go on after a stop.
+Two quiet cores take 9 minutes, or 7 with --num-prompts 6; give the same command again to go on after a stop.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def statement(measure: str, points: list[Point], beats: Callable[[Point, Point],
     unbeaten = [point for point in both if not any(beats(other, point) for other in others)]
     lines = [
         f"By {measure} and KL, {len(unbeaten)} of the {len(both)} settings with effort above 1 and lenience below 1 "
-        "are dominated by no setting that has effort 1 or lenience 1" + (":" if unbeaten else ".")
+        "are beaten by none that has effort 1 or lenience 1" + (":" if unbeaten else ".")
     ]
     for point in sorted(unbeaten, key=lambda point: point.kl.mean):
         lines.append(

@@ -22,7 +22,7 @@ SINGLE = [setting(1, 1.0, 20.0, 0.0, 1.4), setting(1, 0.5, 30.0, 0.1, 1.8), sett
 def test_both_knobs_are_worth_it_where_no_single_one_is_as_fast_and_as_close():
     beaten, worth_it = setting(2, 0.7, 25.0, 0.2, 1.7), setting(4, 0.7, 26.0, 0.05, 1.9)
     said = benchmark.statement("tokens a second", [*SINGLE, beaten, worth_it], dominates)
-    assert "1 of the 2 settings with effort above 1 and lenience below 1 are dominated by no setting" in said
+    assert "1 of the 2 settings with effort above 1 and lenience below 1 are beaten by none" in said
     assert said.splitlines()[1:] == ["- effort 4, lenience 0.7, 4 tokens: 26.0 tokens/s, tau 1.90, KL 0.0500"]
 
 
