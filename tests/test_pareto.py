@@ -65,6 +65,7 @@ def test_the_command_measures_a_folder_and_writes_what_it_says(tmp_path, capsys)
     assert "within the limits: " in printed and "recommended.json" in printed
     assert {path.name for path in out.iterdir()} >= FILES
     assert SpecConfig.from_file(out / "recommended.json").governor == "off"
+    assert not any(str(tmp_path) in (out / name).read_text() for name in ("pareto.json", "measurements.jsonl"))
     assert cli.main([*command, "--out", str(out), *options.split(), "--num-draft-tokens", "0"]) == 1
     assert "`num_draft_tokens` has 0; a sweep takes positive integers." in capsys.readouterr().err
     assert cli.main([*command, "--out", str(out), "--metric", "nowhere:f"]) == 1

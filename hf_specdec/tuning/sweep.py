@@ -250,8 +250,9 @@ def _asked(
 ) -> dict[str, Any]:
     """What measurements depend on, beside the setting."""
     options = {name: getattr(drafter, name, None) for name in drafter.option_names}
+    path = target.config.name_or_path
     return {
-        "target": target.config.name_or_path or type(target).__name__,
+        "target": (Path(path).name if Path(path).is_dir() else path) or type(target).__name__,  # no private paths
         "target_weights": _digest(target),
         "drafter": drafter.method,
         "drafter_weights": _digest(drafter),
