@@ -13,6 +13,7 @@ from tiny import prompts, tiny_target
 
 from hf_specdec import AutoDrafter
 from hf_specdec.export.mtp import save_mtp
+from hf_specdec.tuning.sweep import _digest
 
 CHAIN = dict(max_new_tokens=36, eos_token_id=None)
 SOME = [3, 17, 18, 40, 41, 55, 70, 90]
@@ -122,6 +123,13 @@ def test_a_repository_may_name_the_tokens_and_the_caller_others(tmp_path):
     assert other.target_ids.tolist() == list(range(7))
     rounds = rounds_of(whole, target, prompts([9]), **CHAIN)
     assert largest_error(rounds, Reference(published, target)) < 1e-4
+
+
+def test_a_sweep_does_not_take_one_part_for_another(tmp_path):
+    target, folder = tiny_target("llama"), write_standalone(tmp_path, llama())
+    parts = [AutoDrafter.from_pretrained(folder, target=target, draft_vocab=n) for n in (None, 20, 21, 20)]
+    whole, part, other, again = map(_digest, parts)
+    assert part == again and len({whole, part, other}) == 3
 
 
 @pytest.mark.parametrize("given", [0, -1, 10**6, True, "all", [], [1, 10**6], [-1, 2], [0.5], [[1], [2]], {1, 2}])

@@ -271,6 +271,7 @@ def _asked(
 
 
 def _digest(module: torch.nn.Module) -> str:
-    """Tells weights apart by the first numbers of each tensor; offloaded ones do not count."""
-    tensors = [parameter.flatten()[:16].tolist() for parameter in module.parameters() if not parameter.is_meta]
+    """Tells weights, and vocabularies to draft, apart by size and first numbers; offloaded ones do not count."""
+    held = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    tensors = [(list(tensor.shape), tensor.flatten()[:16].tolist()) for tensor in held]
     return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()[:16]
